@@ -1,0 +1,447 @@
+"""The readable reference of every :class:`~gnmr_fx.recipe.Format`: encode to packed codes, decode back.
+
+Canonical form. Every scaled format works on groups that share one scale: a tensor ``x[..., K]`` becomes ``N``
+groups of ``g`` elements, ``[N, g]``:
+
+- ``"group"``: ``G = ceil(K / group_size)`` groups per row of the last dimension, all of the same size
+  ``g = ceil(K / G)``, rounded up to whole bytes of codes (a ragged ``K`` gets equal groups instead of one short one).
+- ``"token"``: one group per row.
+- ``"tensor"``: one group in all.
+
+Rows are zero-padded to ``G * g``; zero is always representable and never widens a range, so padding changes no
+scale. A 1-D tensor is one row, a 0-D tensor one element, and a tensor without elements has ``N = 0``.
+
+Storage. ``Encoded(payload, scales)``:
+
+========  =================================================  =========================================
+dtype     payload                                            scales
+========  =================================================  =========================================
+intB      uint8 ``[N, g * B / 8]``, ``8 / B`` codes a byte   bfloat16 ``[N, 2]``: scale, zero point
+fp8_*     the float8 dtype, ``[N, g]``                       bfloat16 ``[N, 1]``: scale
+bf16      bfloat16 ``[rows, K]``                             bfloat16 ``[rows, 0]``
+none      the dtype of ``x``, ``[rows, K]``                  bfloat16 ``[rows, 0]``
+========  =================================================  =========================================
+
+Codes are packed in split order: with ``c = 8 / B`` codes a byte and ``h = g / c``, byte ``j`` of a group holds codes
+``j, j + h, j + 2h, …``, lowest bits first, so that packing and unpacking read and write runs of neighbours.
+
+Numerics. Arithmetic is in fp32, whatever the dtype of ``x``. Integer formats are torchao's affine quantization
+(``torchao.quantization.quant_primitives``: asymmetric, zero kept exactly) with the scale rounded to bfloat16 before
+codes are made; fp8 formats are symmetric, ``scale = amax / finfo.max``.
+
+- Error, nearest: at most half a step (the stored scale) inside the representable range, at most one step at its
+  ends (where the rounded scale and zero point clip). Stochastic: less than one step inside the range, and unbiased.
+- Non-finite values are never hidden: a group that holds an inf or a nan, or whose max - min overflows fp32, decodes
+  to non-finite values as a whole.
+- An all-zero group decodes to exact zeros. Scales are at least ``finfo(float32).tiny``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import logging
+import math
+import threading
+from collections.abc import Iterator, Sequence
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from gnmr_fx.errors import FormatError
+from gnmr_fx.recipe import Format
+
+__all__ = [
+    "Encoded",
+    "Layout",
+    "decode",
+    "encode",
+    "layout",
+    "nbytes",
+    "payload_dtype",
+    "payload_shape",
+    "scales_shape",
+]
+
+_INPUT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_FP8_DTYPES = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
+# Smallest normal exponent and mantissa bits, for rounding on the fp8 grid (OCP 8-bit floating point, table 1).
+_FP8_GRID = {"fp8_e4m3": (-6, 3), "fp8_e5m2": (-14, 2)}
+_TINY = torch.finfo(torch.float32).tiny
+
+
+class Encoded(NamedTuple):
+    """A tensor in storage: see the table in :mod:`gnmr_fx.formats`."""
+
+    payload: Tensor
+    scales: Tensor
+
+
+class Layout(NamedTuple):
+    """How a tensor is cut into groups. Fields may be ``torch.SymInt``.
+
+    Attributes:
+        rows: rows of the canonical matrix (1 for ``"tensor"`` granularity).
+        width: elements in a row.
+        groups: groups in a row, ``G``.
+        group: elements in a group, ``g``, padding included.
+    """
+
+    rows: int
+    width: int
+    groups: int
+    group: int
+
+    @property
+    def count(self) -> int:
+        """Groups in all, ``N``."""
+        return self.rows * self.groups
+
+    @property
+    def padding(self) -> int:
+        """Zeros appended to every row."""
+        return self.groups * self.group - self.width
+
+
+def codes_per_byte(fmt: Format) -> int:
+    return 8 // fmt.bits if fmt.is_integer and fmt.bits else 1
+
+
+def layout(size: Sequence[int], fmt: Format) -> Layout:
+    """The groups of a tensor of shape ``size`` in ``fmt``. Sizes may be symbolic; none is branched on."""
+    width = size[-1] if len(size) > 0 else 1
+    rows = math.prod(size[:-1])
+    if fmt.granularity == "tensor":
+        width = rows * width
+        rows = torch.sym_min(width, 1)
+    if not fmt.is_scaled:
+        return Layout(rows, width, 1, width)
+    if fmt.granularity == "group":
+        groups = (width + fmt.group_size - 1) // fmt.group_size
+    else:
+        groups = torch.sym_min(width, 1)
+    per_byte = codes_per_byte(fmt)
+    divisor = torch.sym_max(groups, 1) * per_byte
+    return Layout(rows, width, groups, (width + divisor - 1) // divisor * per_byte)
+
+
+def payload_shape(size: Sequence[int], fmt: Format) -> tuple[int, int]:
+    """Shape of the payload, in elements of :func:`payload_dtype` (for int and fp8 formats: groups, bytes a group)."""
+    cut = layout(size, fmt)
+    return cut.count, cut.group // codes_per_byte(fmt)
+
+
+def scales_shape(size: Sequence[int], fmt: Format) -> tuple[int, int]:
+    """Shape of the bfloat16 scales: ``[N, 2]`` for ints, ``[N, 1]`` for fp8, ``[rows, 0]`` without scales."""
+    return layout(size, fmt).count, 2 if fmt.is_integer else int(fmt.is_fp8)
+
+
+def payload_dtype(fmt: Format, dtype: torch.dtype) -> torch.dtype:
+    """Element type of the payload of a tensor of ``dtype``."""
+    if fmt.is_integer:
+        return torch.uint8
+    if fmt.is_fp8:
+        return _FP8_DTYPES[fmt.dtype]
+    return torch.bfloat16 if fmt.dtype == "bf16" else dtype
+
+
+def nbytes(size: Sequence[int], fmt: Format, dtype: torch.dtype) -> int:
+    """Bytes that ``encode`` of a tensor of that shape and dtype stores: payload and scales."""
+    payload, scales = payload_shape(size, fmt), scales_shape(size, fmt)
+    return payload[0] * payload[1] * payload_dtype(fmt, dtype).itemsize + scales[0] * scales[1] * 2
+
+
+def encode(x: Tensor, fmt: Format, seed: int | Tensor | None = None) -> Encoded:
+    """Store ``x`` in ``fmt``. Nothing returned aliases ``x``.
+
+    Args:
+        x: float16, bfloat16, float32 or float64, of any shape and strides.
+        fmt: the format.
+        seed: an int, or a 0-dim int64 CPU tensor; needed where ``fmt.rounding`` is ``"stochastic"``. Equal seeds
+            and equal ``x`` give equal results, in eager and compiled alike.
+
+    Raises:
+        FormatError: for another dtype, or a missing or unfit seed.
+    """
+    check_input(x, fmt)
+    word = seed_word(seed, fmt)
+    with torch.no_grad():
+        if not fmt.is_scaled:
+            return encode_unscaled(x, fmt)
+        cut = layout(x.shape, fmt)
+        if cut.count == 0:
+            return empty_encoded(x, fmt)
+        return Encoded(*encode_groups(to_groups(x, cut), fmt, word))
+
+
+def decode(encoded: Encoded, fmt: Format, size: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """The tensor of shape ``size`` and ``dtype`` that ``encoded`` stores, in fp32 arithmetic, contiguous.
+
+    Raises:
+        FormatError: where ``encoded`` is not what ``encode`` makes of a tensor of that shape.
+    """
+    check_encoded(encoded, fmt, size)
+    with torch.no_grad():
+        if not fmt.is_scaled:
+            return decode_unscaled(encoded, size, dtype)
+        cut = layout(size, fmt)
+        if cut.count == 0:
+            return torch.empty(tuple(size), dtype=dtype, device=encoded.payload.device)
+        return from_groups(decode_groups(*encoded, fmt, dtype), cut, size)
+
+
+# --- arguments -------------------------------------------------------------------------------------------------
+
+
+def check_input(x: Tensor, fmt: Format) -> None:
+    """Raise :class:`FormatError` where ``fmt`` cannot hold a tensor of the dtype of ``x``."""
+    if x.dtype not in _INPUT_DTYPES:
+        raise FormatError(
+            f"expected a tensor of float16, bfloat16, float32 or float64 to store as {fmt}, found {x.dtype}; "
+            "leave such tensors as they are"
+        )
+
+
+def check_encoded(encoded: Encoded, fmt: Format, size: Sequence[int]) -> None:
+    """Raise :class:`FormatError` where shapes in ``encoded`` are not those of a tensor of shape ``size``."""
+    found = (tuple(encoded.payload.shape), tuple(encoded.scales.shape))
+    expected = (payload_shape(size, fmt), scales_shape(size, fmt))
+    if found != expected:
+        raise FormatError(
+            f"expected payload and scales of shapes {expected} for a tensor of shape {tuple(size)} in {fmt}, "
+            f"found {found}; decode with the format and shape it was encoded with"
+        )
+
+
+def seed_word(seed: int | Tensor | None, fmt: Format) -> int | None:
+    """The seed as one well-mixed signed 32-bit word (splitmix64's finalizer); None where ``fmt`` rounds to nearest."""
+    if fmt.rounding != "stochastic":
+        return None
+    if isinstance(seed, Tensor) and seed.dtype == torch.int64 and seed.dim() == 0 and seed.device.type == "cpu":
+        seed = int(seed.item())
+    if isinstance(seed, bool) or not isinstance(seed, int):
+        raise FormatError(
+            f"expected a seed for {fmt}: an int or a 0-dim int64 CPU tensor, found {_describe(seed)}; "
+            "stochastic rounding is reproducible only by its seed"
+        )
+    mask = (1 << 64) - 1
+    z = (seed + 0x9E3779B97F4A7C15) & mask
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & mask
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & mask
+    z ^= z >> 31
+    return (z & 0x7FFFFFFF) - (z & 0x80000000)
+
+
+def _describe(value: object) -> str:
+    if isinstance(value, Tensor):
+        return f"a {value.dtype} tensor of shape {tuple(value.shape)} on {value.device}"
+    return repr(value)
+
+
+# --- canonical form --------------------------------------------------------------------------------------------
+
+
+def to_groups(x: Tensor, cut: Layout) -> Tensor:
+    """``x`` as ``[N, g]``, zero-padded; a view where strides and padding allow."""
+    if cut.padding == 0:
+        return x.reshape(cut.count, cut.group)
+    return F.pad(x.reshape(cut.rows, cut.width), (0, cut.padding)).view(cut.count, cut.group)
+
+
+def from_groups(groups: Tensor, cut: Layout, size: Sequence[int]) -> Tensor:
+    """The inverse of :func:`to_groups`."""
+    if cut.padding == 0:
+        return groups.view(tuple(size))
+    return groups.view(cut.rows, -1)[:, : cut.width].reshape(tuple(size))
+
+
+def empty_encoded(x: Tensor, fmt: Format) -> Encoded:
+    """What a tensor without elements is stored as."""
+    payload = torch.empty(payload_shape(x.shape, fmt), dtype=payload_dtype(fmt, x.dtype), device=x.device)
+    return Encoded(payload, torch.empty(scales_shape(x.shape, fmt), dtype=torch.bfloat16, device=x.device))
+
+
+def encode_unscaled(x: Tensor, fmt: Format) -> Encoded:
+    """``"bf16"`` and ``"none"``: a copy, in another dtype or the same."""
+    cut = layout(x.shape, fmt)
+    payload = torch.empty((cut.rows, cut.width), dtype=payload_dtype(fmt, x.dtype), device=x.device)
+    payload.view(x.shape).copy_(x)
+    return Encoded(payload, torch.empty((cut.rows, 0), dtype=torch.bfloat16, device=x.device))
+
+
+def decode_unscaled(encoded: Encoded, size: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """The inverse of :func:`encode_unscaled`; never aliases the payload."""
+    return encoded.payload.view(tuple(size)).to(dtype, copy=True)
+
+
+# --- the arithmetic, on groups [N, g]; what gnmr_fx.kernels traces ---------------------------------------------
+
+
+def encode_groups(x: Tensor, fmt: Format, word: int | Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Payload and scales of groups ``x[N, g]``, N and g at least 1. ``word``: see :func:`seed_word`."""
+    x = x.float()
+    return _encode_int(x, fmt, word) if fmt.is_integer else _encode_fp8(x, fmt, word)
+
+
+def decode_groups(payload: Tensor, scales: Tensor, fmt: Format, dtype: torch.dtype) -> Tensor:
+    """Groups ``[N, g]`` in ``dtype`` from payload and scales."""
+    decoded = _decode_int(payload, scales, fmt) if fmt.is_integer else payload.float() * scales.float()
+    return decoded.to(dtype)
+
+
+def _encode_int(x: Tensor, fmt: Format, word: int | Tensor | None) -> tuple[Tensor, Tensor]:
+    ao = torchao_primitives()
+    top = _top_code(fmt)
+    scale, zero_point = ao.choose_qparams_affine_with_min_max(
+        x.amin(dim=1, keepdim=True),
+        x.amax(dim=1, keepdim=True),
+        ao.MappingType.ASYMMETRIC,
+        (1, x.shape[1]),
+        torch.uint8,
+        quant_min=0,
+        quant_max=top,
+        eps=_TINY,
+        scale_dtype=torch.float32,
+        zero_point_dtype=torch.float32,
+    )
+    scale = _round_to_bf16(scale)
+    finite = scale < math.inf  # False for nan
+    # Joined, because Inductor gives a cat a buffer of its own: otherwise it would compute the parameters anew for
+    # every vector of a group.
+    parameters = torch.cat(
+        [torch.where(finite, 1.0 / scale, 0.0), torch.where(finite, zero_point, 0.0)],
+        dim=1,
+    )
+    inverse, offset = parameters.split(1, dim=1)
+    # torchao's quantize_affine, with codes kept in fp32 (exact) until they are packed.
+    steps = x * inverse
+    rounded = _round_stochastic(steps, _uniform(x, word)) if fmt.is_stochastic else torch.round(steps)
+    codes = rounded + offset
+    # A clamp that turns nan, which has no integer, into code 0: the non-finite scale makes it nan again.
+    codes = torch.where(codes > 0.0, codes, 0.0)
+    codes = torch.where(codes < top, codes, float(top))
+    return _pack(codes, fmt), torch.cat([scale, zero_point], dim=1).to(torch.bfloat16)
+
+
+def _decode_int(payload: Tensor, scales: Tensor, fmt: Format) -> Tensor:
+    scale, zero_point = scales.float().split(1, dim=1)
+    return torch.cat([(codes - zero_point) * scale for codes in _unpack(payload, fmt)], dim=1)
+
+
+def _encode_fp8(x: Tensor, fmt: Format, word: int | Tensor | None) -> tuple[Tensor, Tensor]:
+    dtype = _FP8_DTYPES[fmt.dtype]
+    top = torch.finfo(dtype).max
+    scale = _round_to_bf16(torch.clamp(x.abs().amax(dim=1, keepdim=True) / top, min=_TINY))
+    y = x / scale
+    if fmt.rounding == "stochastic":
+        smallest, mantissa = _FP8_GRID[fmt.dtype]
+        exponent = torch.clamp((y.view(torch.int32) >> 23) & 0xFF, min=127 + smallest)
+        step = ((exponent - mantissa) << 23).view(torch.float32)
+        y = _round_stochastic(y / step, _uniform(x, word)) * step
+    # The scale was rounded, so y may pass the largest value by 2^-8: e4m3 would turn that into nan.
+    return torch.clamp(y, -top, top).to(dtype), scale.to(torch.bfloat16)
+
+
+# Packing is arithmetic on fp32, where bytes are exact, since compilers vectorize uint8 <-> fp32 conversions best: a
+# byte is the number whose digits in base 2**bits are its codes.
+
+
+def _pack(codes: Tensor, fmt: Format) -> Tensor:
+    """Whole-numbered fp32 codes ``[N, g]`` to bytes ``[N, g * bits / 8]``, in split order."""
+    low, *higher = codes.chunk(codes_per_byte(fmt), dim=1)
+    for index, part in enumerate(higher, start=1):
+        low = low + part * float(_base(fmt) ** index)
+    return low.to(torch.uint8)
+
+
+def _unpack(payload: Tensor, fmt: Format) -> list[Tensor]:
+    """The ``8 / bits`` parts that :func:`_pack` joined, fp32 ``[N, g * bits / 8]`` each."""
+    rest, parts = payload.to(torch.float32), []
+    for _ in range(codes_per_byte(fmt) - 1):
+        higher = torch.floor(rest * (1.0 / _base(fmt)))
+        parts.append(rest - higher * float(_base(fmt)))
+        rest = higher
+    return [*parts, rest]
+
+
+def _base(fmt: Format) -> int:
+    """Number of codes of an integer format."""
+    return 2 ** (fmt.bits or 0)
+
+
+def _top_code(fmt: Format) -> int:
+    return _base(fmt) - 1
+
+
+def _round_to_bf16(x: Tensor) -> Tensor:
+    """Non-negative fp32 rounded to the nearest bfloat16, ties to even, kept in fp32.
+
+    On the bits, because Inductor drops a cast to bfloat16 and back. nan stays nan.
+    """
+    bits = x.view(torch.int32)
+    rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000).view(torch.float32)
+    return torch.where(x == x, rounded, x)
+
+
+def _round_stochastic(x: Tensor, u: Tensor) -> Tensor:
+    """Up with a probability of the fraction of ``x``, else down; ``u`` uniform in [0, 1)."""
+    down = torch.floor(x)
+    return down + (u < x - down).to(torch.float32)
+
+
+def _uniform(x: Tensor, word: int | Tensor | None) -> Tensor:
+    """fp32 in [0, 1), a multiple of 2^-24, hashed from element index, fp32 bits and seed.
+
+    A Weyl sequence over the index, then MurmurHash3's 32-bit finalizer (Appleby), in wrapping int32 arithmetic:
+    no generator state, so any order of evaluation gives the same numbers.
+    """
+    count, width = x.shape
+    row = torch.arange(count, dtype=torch.int32, device=x.device)[:, None]
+    column = torch.arange(width, dtype=torch.int32, device=x.device)
+    h = (row * -0x61C88647 + column * -0x7A143589 + word) ^ x.view(torch.int32)  # 0x9E3779B9, 0x85EBCA77
+    h = (h ^ _shift_right(h, 16)) * -0x7A143595  # 0x85EBCA6B
+    h = (h ^ _shift_right(h, 13)) * -0x3D4D51CB  # 0xC2B2AE35
+    h = h ^ _shift_right(h, 16)
+    return _shift_right(h, 8).to(torch.float32) * 2.0**-24
+
+
+def _shift_right(h: Tensor, bits: int) -> Tensor:
+    """Logical shift: int32 shifts keep the sign."""
+    return (h >> bits) & ((1 << (32 - bits)) - 1)
+
+
+# --- torchao, quietly ------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def torchao_primitives() -> ModuleType:
+    """``torchao.quantization.quant_primitives``, imported on first use."""
+    with _quiet_torchao_import():
+        return importlib.import_module("torchao.quantization.quant_primitives")
+
+
+@contextlib.contextmanager
+def _quiet_torchao_import() -> Iterator[None]:
+    """Drop the known records of importing torchao on this thread: CUDA libraries that a CPU build cannot load, and
+    torchao's own use of a deprecated pytree call. Nothing else is touched."""
+    known = {
+        "torchao": ("Failed to load", "Skipping import of cpp extensions"),
+        "torch.utils._pytree": ("is an Enum subclass and is now natively supported",),
+    }
+    thread = threading.get_ident()
+
+    def keep(record: logging.LogRecord) -> bool:
+        text: Any = record.getMessage()
+        return record.thread != thread or not any(part in text for part in known.get(record.name, ()))
+
+    for name in known:
+        logging.getLogger(name).addFilter(keep)
+    try:
+        yield
+    finally:
+        for name in known:
+            logging.getLogger(name).removeFilter(keep)

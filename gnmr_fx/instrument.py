@@ -1,0 +1,195 @@
+"""``instrument`` and ``uninstrument``."""
+
+from __future__ import annotations
+
+import importlib
+import types
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from torch import nn
+
+from gnmr_fx.config import GnmrConfig, resolve_budget
+from gnmr_fx.errors import AlreadyInstrumentedError, ConfigError, NotInstrumentedError, PatternError
+from gnmr_fx.passes import pipeline
+from gnmr_fx.passes.plan import Forward, Plan, Selection
+from gnmr_fx.passes.rewrite import ORIGINAL_FORWARD, compile_forward
+from gnmr_fx.recipe import Recipe, get_recipe
+from gnmr_fx.runtime import Controller, Site
+from gnmr_fx.units import HANDLE_PREFIX, LeftAlone, Unit
+
+CONTROLLER = f"{HANDLE_PREFIX}controller"
+ModelT = TypeVar("ModelT", bound=nn.Module)
+
+
+@dataclass
+class InstalledForward:
+    """A generated forward on a live module, and what was in its place on the instance (None = nothing)."""
+
+    module: nn.Module
+    forward: Forward
+    replaced: Any
+
+    def install(self) -> None:
+        """Put it on the module instance; the class is untouched."""
+        if self.replaced is not None:
+            object.__setattr__(self.module, ORIGINAL_FORWARD, self.replaced)
+        function = compile_forward(self.forward, type(self.module).forward)
+        object.__setattr__(self.module, "forward", types.MethodType(function, self.module))
+
+    def remove(self) -> None:
+        """Undo :meth:`install`."""
+        self.module.__dict__.pop("forward", None)
+        self.module.__dict__.pop(ORIGINAL_FORWARD, None)
+        if self.replaced is not None:
+            object.__setattr__(self.module, "forward", self.replaced)
+
+
+class ModelController(Controller):
+    """A :class:`Controller` that also knows the generated forwards and the operators left alone."""
+
+    forwards: list[InstalledForward]
+    left_alone: tuple[LeftAlone, ...]
+    capture_note: str
+
+    def reinstall(self) -> None:
+        """Put the generated forwards in place."""
+        for installed in self.forwards:
+            installed.install()
+
+
+def instrument(
+    model: ModelT,
+    recipe: str | Recipe = "saved-int4-int8",
+    *,
+    max_active: int | float = 5,
+    config: GnmrConfig | None = None,
+    include: Iterable[str] | str | None = None,
+    exclude: Iterable[str] | str | None = None,
+    example_inputs: Any = None,
+) -> ModelT:
+    """Give ``model`` budgeted recovery, in place; returns the same object.
+
+    Projections (``F.linear``, ``addmm``, ``matmul``, ``einsum``, grouped GEMM against a parameter) keep the activation
+    they need for the backward in the low-cost format of ``recipe``, or, for at most ``max_active`` of them at a time, in
+    its recovery format. Outputs and input gradients do not change at all. Parameters, ``state_dict()``, class and
+    training loop stay as they are, and so does everything in ``eval()`` and under ``no_grad``.
+
+    Args:
+        model: any module. Compile it, wrap it (DDP), move it before or after.
+        recipe: a name in :data:`gnmr_fx.RECIPES`, or a :class:`gnmr_fx.Recipe`.
+        max_active: the budget: a number of units (int, at least 0), or a share of them (float in (0, 1]).
+        config: thresholds, window, lock and warm-up of the controller.
+        include: globs on module paths: only units they match, the output head among them if they match it. By default
+            all units but the output head.
+        exclude: globs on module paths: not these.
+        example_inputs: arguments of the model's forward (tuple, mapping of keyword arguments, or one tensor), to learn
+            which operators share an input. Made from the configuration of a Hugging Face model if not given.
+
+    Raises:
+        AlreadyInstrumentedError, NoRecoverableOperatorError, LazyParameterError, PatternError, UnknownRecipeError,
+        BudgetError, ConfigError: see each; the model is then as it was.
+    """
+    target = unwrap(model)
+    _refuse_instrumented(target)
+    chosen = get_recipe(recipe)
+    if config is not None and not isinstance(config, GnmrConfig):
+        raise ConfigError(f"config: expected a GnmrConfig or None, found {config!r}. Build one with GnmrConfig(...).")
+    resolve_budget(max_active, 1)
+    selection = Selection(_patterns("include", include), _patterns("exclude", exclude))
+    plan = pipeline.run(Plan(target, chosen, selection, example_inputs))
+    install(target, plan, config or GnmrConfig(), max_active)
+    return model
+
+
+def install(model: nn.Module, plan: Plan, config: GnmrConfig, max_active: int | float) -> ModelController:
+    """Put a checked plan into force on its model."""
+    units = [
+        Unit(spec, index, model.get_submodule(spec.owner)) for index, spec in enumerate(plan.units)
+    ]
+    controller = ModelController(units, plan.recipe, config, max_active)
+    index_of = {unit.name: unit.index for unit in units}
+    controller.left_alone, controller.capture_note, controller.forwards = plan.left_alone, plan.capture_note, []
+    for forward in plan.forwards:
+        module = model.get_submodule(forward.site)
+        controller.sites += [Site(module, name, index_of[unit]) for name, unit in forward.handles.items()]
+        controller.forwards.append(InstalledForward(module, forward.without_graph(), module.__dict__.get("forward")))
+    try:
+        controller.connect()
+        controller.reinstall()
+        object.__setattr__(model, CONTROLLER, controller)
+    except BaseException:
+        remove(model, controller)
+        raise
+    return controller
+
+
+def uninstrument(model: ModelT) -> ModelT:
+    """Undo :func:`instrument`: the model of before, exactly. Returns the same object.
+
+    Raises:
+        NotInstrumentedError: where there is nothing to undo.
+    """
+    target = unwrap(model)
+    remove(target, controller(target))
+    return model
+
+
+def remove(model: nn.Module, installed: ModelController) -> None:
+    """Take a controller, its handles and its forwards off the model."""
+    for forward in installed.forwards:
+        forward.remove()
+    installed.disconnect()
+    model.__dict__.pop(CONTROLLER, None)
+
+
+def controller(model: nn.Module) -> ModelController:
+    """The controller of an instrumented model.
+
+    Raises:
+        NotInstrumentedError: for any other model.
+    """
+    found = unwrap(model).__dict__.get(CONTROLLER)
+    if found is None:
+        raise NotInstrumentedError(
+            f"expected a model that gnmr_fx.instrument was called on, found a bare {type(model).__name__}; call "
+            "gnmr_fx.instrument(model) first, and pass that same object (not one of its parts or a model around it)"
+        )
+    assert isinstance(found, ModelController)
+    return found
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """The model inside ``torch.compile``'s and DDP's wrappers.
+
+    Raises:
+        TypeError: where ``model`` is no module.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"expected a torch.nn.Module, found {type(model).__name__}")
+    while True:
+        inner = model._modules.get("_orig_mod") if "_orig_mod" in model._modules else None
+        if inner is None and isinstance(model, nn.parallel.DistributedDataParallel):
+            inner = model.module
+        if inner is None:
+            return model
+        model = inner
+
+
+def _refuse_instrumented(model: nn.Module) -> None:
+    for path, module in model.named_modules():
+        if any(name.startswith(HANDLE_PREFIX) for name in module.__dict__):
+            raise AlreadyInstrumentedError(
+                f"expected a model that is not instrumented, found gnmr-fx at {path or 'its root'!r} already; call "
+                "gnmr_fx.uninstrument(model) first to change the recipe, the budget or the patterns"
+            )
+
+
+def _patterns(option: str, patterns: Iterable[str] | str | None) -> tuple[str, ...] | None:
+    if patterns is None:
+        return None
+    found = (patterns,) if isinstance(patterns, str) else tuple(patterns)
+    if not found and option == "include" or not all(isinstance(p, str) and p for p in found):
+        raise PatternError(f"{option}: expected one or more glob patterns on module paths, found {patterns!r}")
+    return found

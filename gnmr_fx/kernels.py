@@ -1,0 +1,283 @@
+"""The formats of :mod:`gnmr_fx.formats` as fused kernels, one each for encode and decode.
+
+The readable functions on groups ``[N, g]`` are traced once per kind, format, dtype, device and group size with
+``make_fx`` and handed to Inductor's graph compiler. Dynamo takes no part: its counters, recompile limits and
+``error_on_recompile`` are untouched, and a kernel can be built at run time inside an operator of a model that is
+compiled already. ``N`` is symbolic (``g`` instead, for ``"tensor"`` granularity), so a new batch size or layer builds
+nothing new. Inductor's on-disk cache serves later processes.
+
+Kernels agree bitwise with the readable code on CPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal, NamedTuple, get_args
+
+import torch
+from torch import Tensor
+
+from gnmr_fx import formats
+from gnmr_fx.errors import FormatError, GnmrWarning, MissingDependencyError
+from gnmr_fx.formats import Encoded, Layout
+from gnmr_fx.recipe import Format
+
+__all__ = ["Backend", "decode", "encode"]
+
+Backend = Literal["auto", "inductor", "eager"]
+
+# Inductor takes a list of inputs, which it may clear, and returns the outputs in order.
+_Kernel = Callable[[list[Any]], Sequence[Tensor]]
+
+_PLAIN_TENSORS = (Tensor, torch.nn.Parameter)
+
+# Groups that Inductor is told to expect: enough for it to choose several threads.
+_EXPECTED_GROUPS = 16384
+_EXPECTED_TENSOR = 1 << 20
+# From here on a kernel needs 64-bit indices, and Inductor chooses them by the sizes it is told to expect.
+_LARGE = 2**31 - 1
+
+
+def encode(x: Tensor, fmt: Format, seed: int | Tensor | None = None, *, backend: Backend = "auto") -> Encoded:
+    """:func:`gnmr_fx.formats.encode` by a fused kernel.
+
+    Args:
+        x, fmt, seed: as there.
+        backend: ``"inductor"``: the fused kernel. ``"eager"``: the readable code. ``"auto"``: the kernel, and where
+            Inductor cannot build it (no C++ compiler, say) one :class:`GnmrWarning` per process, then the readable
+            code. Tensor subclasses and formats without scales take the readable code in any case.
+
+    Raises:
+        FormatError: as there, or for an unknown backend.
+        MissingDependencyError: with ``"inductor"``, where the kernel cannot be built.
+    """
+    if backend == "eager" or not fmt.is_scaled or type(x) not in _PLAIN_TENSORS:
+        _check_backend(backend)
+        return formats.encode(x, fmt, seed)
+    formats.check_input(x, fmt)
+    word = formats.seed_word(seed, fmt)
+    plan = _plan(x.shape, fmt)
+    if plan.is_empty:
+        return formats.empty_encoded(x, fmt)
+    key = ("encode", fmt, x.dtype, x.device, plan.group, plan.is_large)
+    kernel = _kernels.get(key) or _build(key, backend)
+    if kernel is _UNAVAILABLE:
+        _check_available(key, backend)
+        return formats.encode(x, fmt, seed)
+    if x.requires_grad:
+        x = x.detach()
+    groups = formats.to_groups(x, plan.cut).contiguous()
+    if plan.group == 0:
+        groups = groups.view(formats.codes_per_byte(fmt), -1)
+    if word is None:
+        payload, scales = kernel([groups])
+    else:
+        payload, scales = kernel([groups, torch.full((), word, dtype=torch.int32, device=x.device)])
+    return Encoded(payload, scales)
+
+
+def decode(
+    encoded: Encoded, fmt: Format, size: Sequence[int], dtype: torch.dtype, *, backend: Backend = "auto"
+) -> Tensor:
+    """:func:`gnmr_fx.formats.decode` by a fused kernel; ``backend`` as in :func:`encode`."""
+    payload, scales = encoded
+    if backend == "eager" or not fmt.is_scaled or type(payload) is not Tensor or type(scales) is not Tensor:
+        _check_backend(backend)
+        return formats.decode(encoded, fmt, size, dtype)
+    size = tuple(size)
+    plan = _plan(size, fmt)
+    if payload.shape != plan.payload_shape or scales.shape != plan.scales_shape:
+        formats.check_encoded(encoded, fmt, size)
+    if plan.is_empty:
+        return torch.empty(size, dtype=dtype, device=payload.device)
+    key = ("decode", fmt, dtype, payload.device, plan.group, plan.is_large)
+    kernel = _kernels.get(key) or _build(key, backend)
+    if kernel is _UNAVAILABLE:
+        _check_available(key, backend)
+        return formats.decode(encoded, fmt, size, dtype)
+    (groups,) = kernel([payload.contiguous(), scales.contiguous()])
+    return formats.from_groups(groups, plan.cut, size)
+
+
+class _Plan(NamedTuple):
+    """What a call needs to know of a shape, worked out once.
+
+    Attributes:
+        cut: the layout.
+        group: the group size that a kernel is built for; 0 where it is dynamic.
+        is_empty: there is no group.
+        is_large: 32-bit indices do not reach.
+        payload_shape, scales_shape: shapes in storage.
+    """
+
+    cut: Layout
+    group: int
+    is_empty: bool
+    is_large: bool
+    payload_shape: tuple[int, int]
+    scales_shape: tuple[int, int]
+
+
+@functools.lru_cache(maxsize=4096)
+def _plan(size: Sequence[int], fmt: Format) -> _Plan:
+    cut = formats.layout(size, fmt)
+    return _Plan(
+        cut,
+        group=0 if fmt.granularity == "tensor" else cut.group,
+        is_empty=cut.count == 0,
+        is_large=cut.count * cut.group > _LARGE,
+        payload_shape=formats.payload_shape(size, fmt),
+        scales_shape=formats.scales_shape(size, fmt),
+    )
+
+
+def _check_backend(backend: Backend) -> None:
+    if backend not in get_args(Backend):
+        raise FormatError(f"expected backend to be one of {', '.join(get_args(Backend))}, found {backend!r}")
+
+
+# --- building kernels ------------------------------------------------------------------------------------------
+
+# (kind, format, dtype of the decoded tensor, device, group size or 0, large)
+_Key = tuple[str, Format, torch.dtype, torch.device, int, bool]
+
+
+def _UNAVAILABLE(inputs: list[Any]) -> Sequence[Tensor]:
+    raise AssertionError("marks a kernel that cannot be built; never called")
+
+
+_kernels: dict[_Key, _Kernel] = {}
+_causes: dict[_Key, Exception] = {}
+_lock = threading.RLock()
+
+
+def _build(key: _Key, backend: Backend) -> _Kernel:
+    """Build, or wait for another thread to build, the kernel of ``key``; ``_UNAVAILABLE`` where Inductor fails."""
+    _check_backend(backend)
+    with _lock:
+        if key not in _kernels:
+            try:
+                _kernels[key] = _compile(key)
+            # Inductor reports a missing or broken toolchain by many types, down to OSError.
+            except Exception as cause:
+                _causes[key], _kernels[key] = cause, _UNAVAILABLE
+                if backend == "auto" and len(_causes) == 1:
+                    warnings.warn(f"{_explain(key)} Continuing with slower unfused code.", GnmrWarning, stacklevel=4)
+        return _kernels[key]
+
+
+def _check_available(key: _Key, backend: Backend) -> None:
+    if backend == "inductor":
+        raise MissingDependencyError(f"{_explain(key)} backend='eager' needs no compiler.") from _causes[key]
+
+
+def _explain(key: _Key) -> str:
+    kind, fmt, dtype, device, *_ = key
+    cause = _causes[key]
+    lines = str(cause).strip().splitlines() or [""]
+    return (
+        f"expected Inductor to build the {kind} kernel for {fmt} ({dtype}, {device}), but it raised "
+        f"{type(cause).__name__}: {lines[0]} Install a C++ compiler (CPU) or Triton (GPU) that torch.compile can use."
+    )
+
+
+def _compile(key: _Key) -> _Kernel:
+    kind, fmt, dtype, device, group, large = key
+    formats.torchao_primitives()  # imported outside of the trace
+
+    from torch._guards import TracingContext, tracing
+    from torch._inductor.compile_fx import compile_fx_inner
+    from torch._inductor.decomposition import select_decomp_table
+    from torch._inductor.utils import BoxedBool
+    from torch._subclasses import FakeTensorMode
+    from torch.fx.experimental.proxy_tensor import make_fx
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    # 0 and 1 are sizes like any other; different dimensions of equal size stay different.
+    shapes = ShapeEnv(specialize_zero_one=False, duck_shape=False)
+    fake_mode = FakeTensorMode(shape_env=shapes)
+    with (
+        _disable_current_modes(),
+        torch.inference_mode(False),
+        torch.no_grad(),
+        _no_autocast(device.type),
+        _inductor_settings(),
+        tracing(TracingContext(fake_mode)),
+    ):
+        with fake_mode:
+            function, inputs = _graph(kind, fmt, dtype, device, group, _symbol(shapes, group, large))
+        graph = make_fx(function, decomposition_table=select_decomp_table(), tracing_mode="symbolic")(*inputs)
+        return compile_fx_inner(
+            graph,
+            inputs,
+            is_inference=True,
+            # A captured graph would hand out the same output memory at every call.
+            cudagraphs=BoxedBool(False),
+        )
+
+
+def _graph(
+    kind: str, fmt: Format, dtype: torch.dtype, device: torch.device, group: int, symbol: Any
+) -> tuple[Callable[..., tuple[Tensor, ...]], list[Tensor]]:
+    """The function to trace, and inputs for it: ``symbol`` groups, or for ``"tensor"`` one group of ``symbol`` bytes."""
+    per_byte = formats.codes_per_byte(fmt)
+    count, width = (1, symbol) if fmt.granularity == "tensor" else (symbol, group // per_byte)
+    if kind == "decode":
+        payload = torch.empty((count, width), dtype=formats.payload_dtype(fmt, dtype), device=device)
+        scales = torch.empty((count, 2 if fmt.is_integer else 1), dtype=torch.bfloat16, device=device)
+        return (lambda payload, scales: (formats.decode_groups(payload, scales, fmt, dtype),)), [payload, scales]
+
+    def encode_groups(x: Tensor, *word: Tensor) -> tuple[Tensor, ...]:
+        groups = x.reshape(1, -1) if fmt.granularity == "tensor" else x
+        return formats.encode_groups(groups, fmt, *word)
+
+    shape = (per_byte, width) if fmt.granularity == "tensor" else (count, group)
+    inputs = [torch.empty(shape, dtype=dtype, device=device)]
+    if fmt.is_stochastic:
+        inputs.append(torch.empty((), dtype=torch.int32, device=device))
+    # make_fx counts parameters, so each signature needs a function of its own.
+    return (lambda x, word: encode_groups(x, word)) if fmt.is_stochastic else (lambda x: encode_groups(x)), inputs
+
+
+def _symbol(shapes: Any, group: int, large: bool) -> Any:
+    """A symbolic size in ``shapes``, with a typical value for Inductor's heuristics."""
+    from torch._dynamo.source import ConstantSource
+    from torch.fx.experimental.symbolic_shapes import DimDynamic
+
+    typical = _EXPECTED_GROUPS if group else _EXPECTED_TENSOR
+    if large:
+        typical = 2 * _LARGE // (group or 1)
+    source = ConstantSource("size")
+    symbol = shapes.create_symbol(typical, source, dynamic_dim=DimDynamic.DYNAMIC)
+    return shapes.create_symintnode(symbol, hint=typical, source=source)
+
+
+@contextlib.contextmanager
+def _no_autocast(device_type: str) -> Iterator[None]:
+    with torch.autocast("cpu", enabled=False), torch.autocast(device_type, enabled=False):
+        yield
+
+
+@contextlib.contextmanager
+def _inductor_settings() -> Iterator[None]:
+    """Settings that the numerics rest on, and none of the user's passes: a kernel is the same in every program."""
+    from torch._inductor import config
+
+    wanted = {
+        "cpp.dynamic_threads": True,
+        "cpp.enable_unsafe_math_opt_flag": False,
+        "cpp.enable_floating_point_contract_flag": "off",
+        "eager_numerics.division_rounding": True,
+        "post_grad_custom_pre_pass": None,
+        "post_grad_custom_post_pass": None,
+        "_pre_fusion_custom_pass": None,
+        "_post_fusion_custom_pass": None,
+    }
+    known = config.get_config_copy()
+    with config.patch({name: value for name, value in wanted.items() if name in known}):
+        yield

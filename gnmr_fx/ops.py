@@ -1,0 +1,238 @@
+"""The guarded dual-path projection.
+
+:func:`guarded_projection` computes exactly what the operator it replaces computes, and keeps its activation for the
+weight gradient in the low-cost format, or in the recovery format where the guard is set.
+
+Under torch.compile one graph serves every guard state, with real memory savings:
+
+* ``save_low(x)`` is always made, has a static size and depends on ``x`` alone, so operators that read one tensor share
+  it (common-subexpression elimination);
+* ``save_high(x, guard)`` has as many rows as the guard says at run time: none, or all;
+* ``restore(low, high)`` in the backward decodes whichever is to be used.
+
+They are opaque operators: traceable packing would let the partitioner save the unpacked activation again. In eager
+mode the guard is read in Python and only the one that is needed is made.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from gnmr_fx import kernels
+from gnmr_fx.errors import DoubleBackwardError
+from gnmr_fx.formats import Encoded, payload_shape, scales_shape, payload_dtype
+from gnmr_fx.projections import KINDS
+from gnmr_fx.recipe import Format
+from gnmr_fx.units import Handle, observe
+
+NAMESPACE = "gnmr_fx"
+
+_parse = functools.cache(Format.parse)
+
+_library = torch.library.Library(NAMESPACE, "DEF")
+_library.define("save_low(Tensor x, Tensor? seed, str fmt) -> (Tensor, Tensor)", tags=(torch.Tag.pt2_compliant_tag,))
+_library.define(
+    "save_high(Tensor x, Tensor guard, Tensor? seed, str fmt) -> (Tensor, Tensor)", tags=(torch.Tag.pt2_compliant_tag,)
+)
+_library.define(
+    "restore(Tensor low_payload, Tensor low_scales, Tensor high_payload, Tensor high_scales, "
+    "str low, str high, SymInt[] size, ScalarType dtype) -> Tensor",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+
+
+def _save_low(x: Tensor, seed: Tensor | None, fmt: str) -> tuple[Tensor, Tensor]:
+    return kernels.encode(x, _parse(fmt), seed)
+
+
+def _save_high(x: Tensor, guard: Tensor, seed: Tensor | None, fmt: str) -> tuple[Tensor, Tensor]:
+    observe(guard, x.shape, x.dtype)
+    parsed = _parse(fmt)
+    return kernels.encode(x, parsed, seed) if guard.item() else empty_encoding(x, parsed)
+
+
+def _restore(
+    low_payload: Tensor,
+    low_scales: Tensor,
+    high_payload: Tensor,
+    high_scales: Tensor,
+    low: str,
+    high: str,
+    size: list[int],
+    dtype: torch.dtype,
+) -> Tensor:
+    if high_payload.size(0):
+        return kernels.decode(Encoded(high_payload, high_scales), _parse(high), size, dtype)
+    return kernels.decode(Encoded(low_payload, low_scales), _parse(low), size, dtype)
+
+
+def empty_encoding(x: Tensor, fmt: Format) -> Encoded:
+    """The encoding of no rows of ``x``: shapes as for ``x``, but a leading size of 0."""
+    return _new_encoding(x, fmt, 0)
+
+
+def _new_encoding(x: Tensor, fmt: Format, groups: Any) -> Encoded:
+    payload = x.new_empty((groups, *payload_shape(x.shape, fmt)[1:]), dtype=payload_dtype(fmt, x.dtype))
+    return Encoded(payload, x.new_empty((groups, *scales_shape(x.shape, fmt)[1:]), dtype=torch.bfloat16))
+
+
+@torch.library.register_fake(f"{NAMESPACE}::save_low", lib=_library)
+def _save_low_fake(x: Tensor, seed: Tensor | None, fmt: str) -> tuple[Tensor, Tensor]:
+    parsed = _parse(fmt)
+    return _new_encoding(x, parsed, payload_shape(x.shape, parsed)[0])
+
+
+@torch.library.register_fake(f"{NAMESPACE}::save_high", lib=_library)
+def _save_high_fake(x: Tensor, guard: Tensor, seed: Tensor | None, fmt: str) -> tuple[Tensor, Tensor]:
+    return _new_encoding(x, _parse(fmt), torch.library.get_ctx().new_dynamic_size(min=0))
+
+
+@torch.library.register_fake(f"{NAMESPACE}::restore", lib=_library)
+def _restore_fake(
+    low_payload: Tensor,
+    low_scales: Tensor,
+    high_payload: Tensor,
+    high_scales: Tensor,
+    low: str,
+    high: str,
+    size: list[int],
+    dtype: torch.dtype,
+) -> Tensor:
+    return low_payload.new_empty(size, dtype=dtype)
+
+
+_library.impl("save_low", _save_low, "CompositeExplicitAutograd")
+_library.impl("save_high", _save_high, "CompositeExplicitAutograd")
+_library.impl("restore", _restore, "CompositeExplicitAutograd")
+
+
+class _Guarded(torch.autograd.Function):
+    """A projection that keeps the encodings of its activation, not the activation."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        w: Tensor,
+        b: Tensor | None,
+        offs: Tensor | None,
+        low_payload: Tensor,
+        low_scales: Tensor,
+        high_payload: Tensor,
+        high_scales: Tensor,
+        kind: str,
+        extra: str,
+        low: str,
+        high: str,
+    ) -> Tensor:
+        saved = (w, low_payload, low_scales, high_payload, high_scales)
+        ctx.save_for_backward(*saved) if offs is None else ctx.save_for_backward(*saved, offs)
+        ctx.kind, ctx.extra, ctx.low, ctx.high = kind, extra, low, high
+        ctx.x_shape, ctx.x_dtype = x.shape, x.dtype
+        ctx.b_shape = None if b is None else b.shape
+        return KINDS[kind].forward(x, w, b, offs, extra)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Any, ...]:
+        if not torch.compiler.is_compiling() and torch.is_grad_enabled():
+            raise DoubleBackwardError(
+                "expected a first-order backward, found create_graph=True through an operator guarded by gnmr-fx, whose "
+                "activation is stored quantized, so second derivatives would be wrong; call "
+                "gnmr_fx.uninstrument(model) or exclude these operators (exclude=...) for this computation"
+            )
+        w, low_payload, low_scales, high_payload, high_scales, *rest = ctx.saved_tensors
+        offs = rest[0] if rest else None
+        projection = KINDS[ctx.kind]
+        grad_x = grad_w = grad_b = None
+        if ctx.needs_input_grad[0]:
+            grad_x = projection.grad_input(g, w, offs, ctx.extra, ctx.x_shape)
+        if ctx.needs_input_grad[1]:
+            x = torch.ops.gnmr_fx.restore(
+                low_payload, low_scales, high_payload, high_scales, ctx.low, ctx.high, list(ctx.x_shape), ctx.x_dtype
+            )
+            grad_w = projection.grad_weight(g, x, offs, ctx.extra, w.shape)
+        if ctx.b_shape is not None and ctx.needs_input_grad[2]:
+            grad_b = g.sum_to_size(ctx.b_shape)
+        return grad_x, grad_w, grad_b, None, None, None, None, None, None, None, None, None
+
+
+
+
+def stock_projection(kind: str, extra: str, x: Tensor, w: Tensor, b: Tensor | None, offs: Tensor | None) -> Tensor:
+    """The operator as PyTorch has it."""
+    if kind == "linear":  # the public function, which tensor subclasses override
+        return F.linear(x, w, b)
+    return KINDS[kind].forward(x, w, b, offs, extra)
+
+
+def is_guardable(x: Tensor, w: Tensor, training: bool) -> bool:
+    """Whether an activation of this call would be saved, and can be stored in another format."""
+    return (
+        training and torch.is_grad_enabled() and w.requires_grad and x.is_floating_point() and x.dtype != torch.float64
+    )
+
+
+def guarded_projection(
+    kind: str,
+    extra: str,
+    x: Tensor,
+    w: Tensor,
+    b: Tensor | None,
+    offs: Tensor | None,
+    handle: Handle,
+    training: bool,
+) -> Tensor:
+    """A projection on its low-cost or its recovery path.
+
+    The output is bit for bit that of the operator it stands for; so is the input gradient. The weight gradient is that
+    of the activation as the path in force stores it.
+
+    Args:
+        kind: key of :data:`gnmr_fx.projections.KINDS`.
+        extra: static part of the call, the equation of an einsum.
+        x: activation, floating point, any shape the operator takes.
+        w: weight, a parameter or a view or slice of one.
+        b: bias, where the operator takes one.
+        offs: int32 [E], row offsets of a grouped GEMM.
+        handle: guard, formats and bookkeeping of the unit.
+        training: where False (and under no_grad, and for a frozen weight) nothing of ``x`` is kept and the stock
+            operator runs.
+
+    Raises:
+        DoubleBackwardError: in a backward with ``create_graph=True``.
+    """
+    if not is_guardable(x, w, training):
+        return stock_projection(kind, extra, x, w, b, offs)
+    source = x
+    if KINDS[kind].autocast and torch.is_autocast_enabled(x.device.type):
+        dtype = torch.get_autocast_dtype(x.device.type)
+        x, w, b = x.to(dtype), w.to(dtype), None if b is None else b.to(dtype)
+    if torch.compiler.is_compiling():
+        saved = x.detach()
+        low = torch.ops.gnmr_fx.save_low(saved, handle.seed, handle.low)
+        high = torch.ops.gnmr_fx.save_high(saved, handle.guard, handle.seed, handle.high)
+    else:
+        handle.observation.add(x.shape, x.dtype)
+        active = bool(handle.guard)
+        if (handle.high if active else handle.low) == "none":
+            return stock_projection(kind, extra, x, w, b, offs)
+        low, high = _encode_eager(source, x.detach(), handle, active)
+    return _Guarded.apply(x, w, b, offs, *low, *high, kind, extra, handle.low, handle.high)
+
+
+def _encode_eager(source: Tensor, x: Tensor, handle: Handle, active: bool) -> tuple[Encoded, Encoded]:
+    """``(low, high)``, of which only the one in force holds rows. Shared with operators that read ``source`` too."""
+    spec = handle.high if active else handle.low
+    fmt = _parse(spec)
+    key = handle.memo.key(source, x.dtype, spec)
+    encoded = handle.memo.get(key)
+    if encoded is None:
+        encoded = kernels.encode(x, fmt, handle.seed)
+        handle.memo.put(key, source, encoded)
+    other = empty_encoding(x, _parse(handle.low if active else handle.high))
+    return (other, encoded) if active else (encoded, other)

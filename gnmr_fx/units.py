@@ -1,0 +1,211 @@
+"""Recoverable units and what connects them to the operators they stand for."""
+
+from __future__ import annotations
+
+import weakref
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.weak import TensorWeakRef
+
+from gnmr_fx.formats import Encoded
+
+HANDLE_PREFIX = "_gnmr_"
+"""Modules carry their handles as plain attributes of this prefix (neither parameters nor buffers)."""
+
+
+class Memo:
+    """What is encoded already: operators that read one tensor store it once.
+
+    Keyed by the input's storage, place in it and version. Holds neither the input nor its encoding alive: an entry
+    ends with whichever goes first. Not used under torch.compile, where common-subexpression elimination does this.
+    """
+
+    MAX_ENTRIES = 256
+
+    def __init__(self) -> None:
+        self._entries: OrderedDict[tuple[Any, ...], tuple[StorageWeakRef, TensorWeakRef, TensorWeakRef]] = OrderedDict()
+
+    @staticmethod
+    def key(x: Tensor, dtype: torch.dtype, fmt: str) -> tuple[Any, ...] | None:
+        """Identifies ``x`` cast to ``dtype`` in format ``fmt``; None where a tensor has no version to rely on."""
+        if x.is_inference():
+            return None
+        place = (x.shape[-1:], x.numel()) if x.is_contiguous() else (x.shape, x.stride())
+        return (x.untyped_storage()._cdata, x.storage_offset(), place, x._version, x.dtype, dtype, fmt)
+
+    def get(self, key: tuple[Any, ...] | None) -> Encoded | None:
+        """The encoding stored under ``key``, if it and its input are both alive."""
+        entry = self._entries.get(key) if key is not None else None
+        if entry is None:
+            return None
+        storage, payload, scales = entry[0], entry[1](), entry[2]()
+        if storage.expired() or payload is None or scales is None:
+            return None
+        return Encoded(payload, scales)
+
+    def put(self, key: tuple[Any, ...] | None, x: Tensor, encoded: Encoded) -> None:
+        """Remember that ``x`` is encoded as ``encoded``."""
+        if key is None:
+            return
+        self._entries[key] = (StorageWeakRef(x.untyped_storage()), TensorWeakRef(encoded.payload), TensorWeakRef(encoded.scales))
+        while len(self._entries) > self.MAX_ENTRIES:
+            self._entries.popitem(last=False)
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self._entries.clear()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Memo, ()
+
+
+@dataclass
+class Observation:
+    """What one pass (forward and backward) has stored for one unit.
+
+    ``calls`` maps (shape, dtype) of an encoded activation to how often it was encoded in the pass under way;
+    ``last`` is the same for the last whole pass; ``was_seen`` says that there was any, in this run or one resumed.
+    """
+
+    calls: dict[tuple[tuple[int, ...], torch.dtype], int] = field(default_factory=dict)
+    last: dict[tuple[tuple[int, ...], torch.dtype], int] = field(default_factory=dict)
+    was_seen: bool = False
+
+    def add(self, shape: torch.Size, dtype: torch.dtype) -> None:
+        """Count one encoded activation, unless it is made again by a recomputation inside a backward."""
+        if torch._C._current_graph_task_id() == -1:
+            key = (tuple(shape), dtype)
+            self.calls[key] = self.calls.get(key, 0) + 1
+
+    def close(self) -> None:
+        """End the pass under way."""
+        if self.calls:
+            self.last, self.calls = self.calls, {}
+            self.was_seen = True
+
+    @property
+    def seen(self) -> bool:
+        """Whether the operator was ever run on its guarded path."""
+        return bool(self.was_seen or self.calls)
+
+    @property
+    def current(self) -> dict[tuple[tuple[int, ...], torch.dtype], int]:
+        """The last whole pass; before there is one, the pass under way."""
+        return self.last or self.calls
+
+
+class Handle:
+    """What a guarded operator reads at run time.
+
+    Attributes:
+        guard: 0-dim bool CPU tensor, a view of the controller's flag vector; True = recovery path.
+        seed: 0-dim int64 CPU tensor for stochastic rounding, changed every step; None where nothing is stochastic.
+        low, high: format specs of the two paths.
+        memo: shared by all handles of one model.
+        observation: shared by all call sites of one unit.
+    """
+
+    __slots__ = ("__weakref__", "guard", "high", "low", "memo", "observation", "seed")
+
+    def __init__(
+        self, guard: Tensor, seed: Tensor | None, low: str, high: str, memo: Memo, observation: Observation
+    ) -> None:
+        self.guard = guard
+        self.seed = seed
+        self.low = low
+        self.high = high
+        self.memo = memo
+        self.observation = observation
+
+
+@dataclass(frozen=True)
+class UnitSpec:
+    """One recoverable unit as the passes found it.
+
+    Attributes:
+        name: path of the module that owns the weight, with the parameter's name where that is not ``weight``.
+        operator: what reads the weight: ``linear``, ``addmm``, ``matmul``, ``einsum``, ``grouped_mm``, ...
+        owner: path of the module that owns the weight.
+        parameter: the weight's attribute name there.
+        shape: of the weight.
+        sites: (path of the calling module, path of the weight from there) of every module that calls it.
+        shares_input_with: names of the units that read the same tensor, where the dataflow is known.
+        note: something the user should know about it.
+    """
+
+    name: str
+    operator: str
+    owner: str
+    parameter: str
+    shape: tuple[int, ...]
+    sites: tuple[tuple[str, str], ...]
+    shares_input_with: tuple[str, ...] = ()
+    example_shape: tuple[int, ...] | None = None
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class LeftAlone:
+    """An operator that was found and is not guarded, with the reason."""
+
+    name: str
+    operator: str
+    shape: tuple[int, ...]
+    reason: str
+
+
+@dataclass(eq=False)
+class Unit:
+    """A unit of a live model: its spec, the module that owns its weight, its index and what it stored."""
+
+    spec: UnitSpec
+    index: int
+    module: nn.Module
+    observation: Observation = field(default_factory=Observation)
+
+    @property
+    def name(self) -> str:
+        """Its name, as in the table."""
+        return self.spec.name
+
+    @property
+    def weight(self) -> Tensor:
+        """The weight as the owning module holds it now (it may have been moved, wrapped or sharded since)."""
+        weight: Tensor = getattr(self.module, self.spec.parameter)
+        return weight
+
+    @property
+    def trainable(self) -> bool:
+        """Whether the weight needs a gradient now."""
+        return self.weight.requires_grad
+
+    def __repr__(self) -> str:
+        return f"Unit({self.index}, {self.name!r})"
+
+
+_OBSERVERS: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+"""Flag vector address -> its controller. A custom operator receives tensors only: a guard's address is the one thing
+that tells, inside a compiled graph, which unit of which model it runs for."""
+
+
+def register_observer(flags: Tensor, controller: Any) -> None:
+    """Let guarded operators in compiled graphs report to ``controller`` what they store."""
+    _OBSERVERS[flags.data_ptr()] = controller
+
+
+def unregister_observer(flags: Tensor) -> None:
+    """Undo :func:`register_observer`."""
+    _OBSERVERS.pop(flags.data_ptr(), None)
+
+
+def observe(guard: Tensor, shape: torch.Size, dtype: torch.dtype) -> None:
+    """Record that the operator guarded by ``guard`` has stored an activation."""
+    offset = guard.storage_offset()
+    controller = _OBSERVERS.get(guard.data_ptr() - offset * guard.element_size())
+    if controller is not None:
+        controller.units[offset].observation.add(shape, dtype)

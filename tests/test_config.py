@@ -1,0 +1,151 @@
+"""GnmrConfig, threshold and resolve_budget: what they accept, and what they say where they do not."""
+
+import copy
+import dataclasses
+import math
+import pickle
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gnmr_fx.config import GnmrConfig, resolve_budget, threshold
+from gnmr_fx.errors import BudgetError, ConfigError, GnmrError
+
+
+def test_defaults() -> None:
+    config = GnmrConfig()
+    assert dataclasses.asdict(config) == {
+        "alpha": 3.0,
+        "beta": 2.5,
+        "window": 8,
+        "lock_steps": 50,
+        "warmup_steps": 20,
+        "mean": "all",
+        "ema_decay": 0.99,
+        "max_events": 100_000,
+    }
+
+
+def test_is_a_frozen_value() -> None:
+    config = GnmrConfig(alpha=4)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.alpha = 5.0  # type: ignore[misc]
+    with pytest.raises(TypeError):
+        GnmrConfig(4.0)  # type: ignore[call-arg]
+    assert config == GnmrConfig(alpha=4.0)
+    assert hash(config) == hash(GnmrConfig(alpha=4.0))
+    assert pickle.loads(pickle.dumps(config)) == copy.deepcopy(config) == config
+    assert dataclasses.replace(config, alpha=3.0) == GnmrConfig()
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "expected"),
+    [
+        ("alpha", 0, "positive number"),
+        ("alpha", -1.0, "positive number"),
+        ("alpha", math.nan, "positive number"),
+        ("alpha", -math.inf, "positive number"),
+        ("alpha", True, "positive number"),
+        ("alpha", "3", "positive number"),
+        ("alpha", None, "positive number"),
+        ("beta", 0.0, "positive number"),
+        ("beta", math.nan, "positive number"),
+        ("window", 0, "int of at least 1"),
+        ("window", 8.0, "int of at least 1"),
+        ("window", True, "int of at least 1"),
+        ("lock_steps", 0, "int of at least 1"),
+        ("warmup_steps", -1, "int of at least 0"),
+        ("warmup_steps", None, "int of at least 0"),
+        ("max_events", 0, "int of at least 1"),
+        ("mean", "median", "'all', 'ema', 'window'"),
+        ("mean", ["all"], "'all', 'ema', 'window'"),
+        ("ema_decay", 0.0, "strictly between 0 and 1"),
+        ("ema_decay", 1.0, "strictly between 0 and 1"),
+        ("ema_decay", 1, "strictly between 0 and 1"),
+        ("ema_decay", math.nan, "strictly between 0 and 1"),
+        ("ema_decay", "0.9", "strictly between 0 and 1"),
+    ],
+)
+def test_invalid_values_say_what_was_expected_and_found(field: str, value: object, expected: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        GnmrConfig(**{field: value})  # type: ignore[arg-type]
+    message = str(caught.value)
+    assert message.startswith(f"{field}: expected ")
+    assert expected in message
+    assert f"found {value!r}" in message
+    assert isinstance(caught.value, (GnmrError, ValueError))
+
+
+def test_smallest_valid_values() -> None:
+    GnmrConfig(
+        alpha=math.inf, beta=5e-324, window=1, lock_steps=1, warmup_steps=0, max_events=1, ema_decay=5e-324
+    )
+
+
+def test_a_schedule_is_not_called_when_the_config_is_built() -> None:
+    def never(step: int) -> float:
+        raise AssertionError(step)
+
+    assert GnmrConfig(alpha=never, beta=never).alpha is never
+
+
+def test_threshold_evaluates_numbers_and_schedules() -> None:
+    assert threshold(3, 7, "alpha") == 3.0
+    assert isinstance(threshold(3, 7, "alpha"), float)
+    assert threshold(lambda step: 1 + 10 / step, 5, "alpha") == 3.0
+    assert threshold(lambda _: math.inf, 5, "alpha") == math.inf
+
+
+@pytest.mark.parametrize("returned", [0, -2.0, math.nan, True, None, "3", torch.tensor(3.0)])
+def test_threshold_checks_what_a_schedule_returns(returned: object) -> None:
+    with pytest.raises(ConfigError, match=r"^beta: expected .* from the schedule at step 12"):
+        threshold(lambda _: returned, 12, "beta")  # type: ignore[arg-type, return-value]
+
+
+def test_errors_of_a_schedule_pass_through() -> None:
+    with pytest.raises(ZeroDivisionError):
+        threshold(lambda step: 1 / (step - 3), 3, "alpha")
+
+
+@pytest.mark.parametrize(
+    ("max_active", "num_units", "units"),
+    [
+        (0, 28, 0),
+        (5, 28, 5),
+        (28, 28, 28),
+        (100, 28, 100),
+        (1, 28, 1),
+        (1.0, 28, 28),
+        (0.5, 28, 14),
+        (0.2, 28, 5),
+        (0.01, 28, 1),
+        (5e-324, 28, 1),
+        (0.29, 100, 29),
+        (0.57, 100, 57),
+        (0.999, 1, 1),
+    ],
+)
+def test_resolve_budget(max_active: float, num_units: int, units: int) -> None:
+    assert resolve_budget(max_active, num_units) == units
+
+
+@given(share=st.floats(0, 1, exclude_min=True), num_units=st.integers(1, 10_000))
+def test_a_share_is_at_least_one_unit_and_never_more_than_all(share: float, num_units: int) -> None:
+    units = resolve_budget(share, num_units)
+    assert 1 <= units <= num_units
+    assert units <= max(1.0, share * num_units + 1e-9)
+    assert units + 1 > share * num_units
+
+
+@pytest.mark.parametrize(
+    "max_active", [-1, 0.0, -0.5, 1.0000001, 5.0, math.nan, math.inf, True, False, None, "5", torch.tensor(5)]
+)
+def test_invalid_budgets(max_active: object) -> None:
+    with pytest.raises(BudgetError) as caught:
+        resolve_budget(max_active, 28)  # type: ignore[arg-type]
+    message = str(caught.value)
+    assert message.startswith("max_active: expected a number of units (an int of at least 0) or a share")
+    assert f"found {max_active!r}" in message
+    assert "Pass an int such as 5" in message
