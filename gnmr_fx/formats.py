@@ -4,12 +4,13 @@ Canonical form. Every scaled format works on groups that share one scale: a tens
 groups of ``g`` elements, ``[N, g]``:
 
 - ``"group"``: ``G = ceil(K / group_size)`` groups per row of the last dimension, all of the same size
-  ``g = ceil(K / G)``, rounded up to whole bytes of codes (a ragged ``K`` gets equal groups instead of one short one).
+  ``g = ceil(K / G)``, rounded up to whole bytes of codes. So a ragged ``K`` gets equal groups, not a short
+  last one.
 - ``"token"``: one group per row.
 - ``"tensor"``: one group in all.
 
-Rows are zero-padded to ``G * g``; zero is always representable and never widens a range, so padding changes no
-scale. A 1-D tensor is one row, a 0-D tensor one element, and a tensor without elements has ``N = 0``.
+Rows are zero-padded to ``G * g``. Zero is always representable and never widens a range, so padding changes
+no scale. A 1-D tensor is one row, a 0-D tensor one element, and a tensor without elements has ``N = 0``.
 
 Storage. ``Encoded(payload, scales)``:
 
@@ -22,17 +23,20 @@ bf16      bfloat16 ``[rows, K]``                             bfloat16 ``[rows, 0
 none      the dtype of ``x``, ``[rows, K]``                  bfloat16 ``[rows, 0]``
 ========  =================================================  =========================================
 
-Codes are packed in split order: with ``c = 8 / B`` codes a byte and ``h = g / c``, byte ``j`` of a group holds codes
-``j, j + h, j + 2h, …``, lowest bits first, so that packing and unpacking read and write runs of neighbours.
+Codes are packed in split order: with ``c = 8 / B`` codes a byte and ``h = g / c``, byte ``j`` of a group
+holds codes ``j, j + h, j + 2h, …``, lowest bits first, so that packing and unpacking touch runs of
+neighbours.
 
-Numerics. Arithmetic is in fp32, whatever the dtype of ``x``. Integer formats are torchao's affine quantization
-(``torchao.quantization.quant_primitives``: asymmetric, zero kept exactly) with the scale rounded to bfloat16 before
-codes are made; fp8 formats are symmetric, ``scale = amax / finfo.max``.
+Numerics. Arithmetic is in fp32, whatever the dtype of ``x``. Integer formats are torchao's affine
+quantization (``torchao.quantization.quant_primitives``: asymmetric, zero kept exactly) with the scale
+rounded to bfloat16 before codes are made; fp8 formats are symmetric, ``scale = amax / finfo.max``.
 
-- Error, nearest: at most half a step (the stored scale) inside the representable range, at most one step at its
-  ends (where the rounded scale and zero point clip). Stochastic: less than one step inside the range, and unbiased.
-- Non-finite values are never hidden: a group that holds an inf or a nan, or whose max - min overflows fp32, decodes
-  to non-finite values as a whole.
+- Integers, nearest: the error is at most half a step (the stored scale) inside the representable range, and
+  at most one step at its ends, where the rounded scale and zero point clip. Stochastic: less than one step
+  inside the range, and unbiased.
+- A group that holds an inf or a nan decodes to nan as a whole, so non-finite values are never hidden. So
+  does a group whose max - min overflows fp32, and fp32 values within 2^-8 of the largest one may decode to
+  inf.
 - An all-zero group decodes to exact zeros. Scales are at least ``finfo(float32).tiny``.
 """
 
@@ -69,7 +73,7 @@ __all__ = [
 
 _INPUT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _FP8_DTYPES = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
-# Smallest normal exponent and mantissa bits, for rounding on the fp8 grid (OCP 8-bit floating point, table 1).
+# Smallest normal exponent and mantissa bits (OCP 8-bit floating point specification, table 1).
 _FP8_GRID = {"fp8_e4m3": (-6, 3), "fp8_e5m2": (-14, 2)}
 _TINY = torch.finfo(torch.float32).tiny
 
@@ -97,7 +101,7 @@ class Layout(NamedTuple):
     group: int
 
     @property
-    def count(self) -> int:
+    def total(self) -> int:
         """Groups in all, ``N``."""
         return self.rows * self.groups
 
@@ -130,14 +134,17 @@ def layout(size: Sequence[int], fmt: Format) -> Layout:
 
 
 def payload_shape(size: Sequence[int], fmt: Format) -> tuple[int, int]:
-    """Shape of the payload, in elements of :func:`payload_dtype` (for int and fp8 formats: groups, bytes a group)."""
+    """Shape of the payload, in elements of :func:`payload_dtype`; for int and fp8 formats ``(N, bytes)``.
+
+    Sizes may be symbolic.
+    """
     cut = layout(size, fmt)
-    return cut.count, cut.group // codes_per_byte(fmt)
+    return cut.total, cut.group // codes_per_byte(fmt)
 
 
 def scales_shape(size: Sequence[int], fmt: Format) -> tuple[int, int]:
     """Shape of the bfloat16 scales: ``[N, 2]`` for ints, ``[N, 1]`` for fp8, ``[rows, 0]`` without scales."""
-    return layout(size, fmt).count, 2 if fmt.is_integer else int(fmt.is_fp8)
+    return layout(size, fmt).total, 2 if fmt.is_integer else int(fmt.is_fp8)
 
 
 def payload_dtype(fmt: Format, dtype: torch.dtype) -> torch.dtype:
@@ -161,8 +168,8 @@ def encode(x: Tensor, fmt: Format, seed: int | Tensor | None = None) -> Encoded:
     Args:
         x: float16, bfloat16, float32 or float64, of any shape and strides.
         fmt: the format.
-        seed: an int, or a 0-dim int64 CPU tensor; needed where ``fmt.rounding`` is ``"stochastic"``. Equal seeds
-            and equal ``x`` give equal results, in eager and compiled alike.
+        seed: an int, or a 0-dim int64 CPU tensor; needed where ``fmt.rounding`` is ``"stochastic"``. Equal
+            seeds and equal ``x`` give equal results, in eager and compiled alike.
 
     Raises:
         FormatError: for another dtype, or a missing or unfit seed.
@@ -173,7 +180,7 @@ def encode(x: Tensor, fmt: Format, seed: int | Tensor | None = None) -> Encoded:
         if not fmt.is_scaled:
             return encode_unscaled(x, fmt)
         cut = layout(x.shape, fmt)
-        if cut.count == 0:
+        if cut.total == 0:
             return empty_encoded(x, fmt)
         return Encoded(*encode_groups(to_groups(x, cut), fmt, word))
 
@@ -189,12 +196,12 @@ def decode(encoded: Encoded, fmt: Format, size: Sequence[int], dtype: torch.dtyp
         if not fmt.is_scaled:
             return decode_unscaled(encoded, size, dtype)
         cut = layout(size, fmt)
-        if cut.count == 0:
+        if cut.total == 0:
             return torch.empty(tuple(size), dtype=dtype, device=encoded.payload.device)
         return from_groups(decode_groups(*encoded, fmt, dtype), cut, size)
 
 
-# --- arguments -------------------------------------------------------------------------------------------------
+# --- arguments ----------------------------------------------------------------------------------------------
 
 
 def check_input(x: Tensor, fmt: Format) -> None:
@@ -218,10 +225,14 @@ def check_encoded(encoded: Encoded, fmt: Format, size: Sequence[int]) -> None:
 
 
 def seed_word(seed: int | Tensor | None, fmt: Format) -> int | None:
-    """The seed as one well-mixed signed 32-bit word (splitmix64's finalizer); None where ``fmt`` rounds to nearest."""
-    if fmt.rounding != "stochastic":
+    """The seed as one well-mixed signed 32-bit word (splitmix64's finalizer); None for rounding to nearest.
+
+    Raises:
+        FormatError: where rounding is stochastic and ``seed`` is no int or 0-dim int64 CPU tensor.
+    """
+    if not fmt.is_stochastic:
         return None
-    if isinstance(seed, Tensor) and seed.dtype == torch.int64 and seed.dim() == 0 and seed.device.type == "cpu":
+    if isinstance(seed, Tensor) and (seed.dtype, seed.dim(), seed.device.type) == (torch.int64, 0, "cpu"):
         seed = int(seed.item())
     if isinstance(seed, bool) or not isinstance(seed, int):
         raise FormatError(
@@ -242,14 +253,14 @@ def _describe(value: object) -> str:
     return repr(value)
 
 
-# --- canonical form --------------------------------------------------------------------------------------------
+# --- canonical form -----------------------------------------------------------------------------------------
 
 
 def to_groups(x: Tensor, cut: Layout) -> Tensor:
     """``x`` as ``[N, g]``, zero-padded; a view where strides and padding allow."""
     if cut.padding == 0:
-        return x.reshape(cut.count, cut.group)
-    return F.pad(x.reshape(cut.rows, cut.width), (0, cut.padding)).view(cut.count, cut.group)
+        return x.reshape(cut.total, cut.group)
+    return F.pad(x.reshape(cut.rows, cut.width), (0, cut.padding)).view(cut.total, cut.group)
 
 
 def from_groups(groups: Tensor, cut: Layout, size: Sequence[int]) -> Tensor:
@@ -278,7 +289,7 @@ def decode_unscaled(encoded: Encoded, size: Sequence[int], dtype: torch.dtype) -
     return encoded.payload.view(tuple(size)).to(dtype, copy=True)
 
 
-# --- the arithmetic, on groups [N, g]; what gnmr_fx.kernels traces ---------------------------------------------
+# --- the arithmetic, on groups [N, g]; what gnmr_fx.kernels traces ------------------------------------------
 
 
 def encode_groups(x: Tensor, fmt: Format, word: int | Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -290,6 +301,10 @@ def encode_groups(x: Tensor, fmt: Format, word: int | Tensor | None = None) -> t
 def decode_groups(payload: Tensor, scales: Tensor, fmt: Format, dtype: torch.dtype) -> Tensor:
     """Groups ``[N, g]`` in ``dtype`` from payload and scales."""
     decoded = _decode_int(payload, scales, fmt) if fmt.is_integer else payload.float() * scales.float()
+    if dtype == torch.float16:
+        # Half a step past 65504 would be inf. nan, which stands for any non-finite group, passes the clamp.
+        top = torch.finfo(dtype).max
+        decoded = torch.clamp(decoded, -top, top)
     return decoded.to(dtype)
 
 
@@ -310,13 +325,10 @@ def _encode_int(x: Tensor, fmt: Format, word: int | Tensor | None) -> tuple[Tens
     )
     scale = _round_to_bf16(scale)
     finite = scale < math.inf  # False for nan
-    # Joined, because Inductor gives a cat a buffer of its own: otherwise it would compute the parameters anew for
-    # every vector of a group.
-    parameters = torch.cat(
-        [torch.where(finite, 1.0 / scale, 0.0), torch.where(finite, zero_point, 0.0)],
-        dim=1,
-    )
-    inverse, offset = parameters.split(1, dim=1)
+    # Joined, because Inductor gives a cat a buffer of its own: it would compute these anew for every vector
+    # of a group otherwise.
+    parameters = [torch.where(finite, 1.0 / scale, 0.0), torch.where(finite, zero_point, 0.0)]
+    inverse, offset = torch.cat(parameters, dim=1).split(1, dim=1)
     # torchao's quantize_affine, with codes kept in fp32 (exact) until they are packed.
     steps = x * inverse
     rounded = _round_stochastic(steps, _uniform(x, word)) if fmt.is_stochastic else torch.round(steps)
@@ -346,8 +358,9 @@ def _encode_fp8(x: Tensor, fmt: Format, word: int | Tensor | None) -> tuple[Tens
     return torch.clamp(y, -top, top).to(dtype), scale.to(torch.bfloat16)
 
 
-# Packing is arithmetic on fp32, where bytes are exact, since compilers vectorize uint8 <-> fp32 conversions best: a
-# byte is the number whose digits in base 2**bits are its codes.
+# Packing is arithmetic on fp32, where bytes are exact: a byte is the number whose digits in base 2**bits
+# are its codes. Inductor vectorizes conversions between uint8 and fp32 best; those through int32 it does
+# one by one.
 
 
 def _pack(codes: Tensor, fmt: Format) -> Tensor:
@@ -393,11 +406,11 @@ def _round_stochastic(x: Tensor, u: Tensor) -> Tensor:
     return down + (u < x - down).to(torch.float32)
 
 
-def _uniform(x: Tensor, word: int | Tensor | None) -> Tensor:
+def _uniform(x: Tensor, word: int | Tensor) -> Tensor:
     """fp32 in [0, 1), a multiple of 2^-24, hashed from element index, fp32 bits and seed.
 
-    A Weyl sequence over the index, then MurmurHash3's 32-bit finalizer (Appleby), in wrapping int32 arithmetic:
-    no generator state, so any order of evaluation gives the same numbers.
+    Weyl sequences over row and column, then MurmurHash3's 32-bit finalizer (Appleby), in wrapping int32
+    arithmetic: no generator state, so any order of evaluation gives the same numbers.
     """
     count, width = x.shape
     row = torch.arange(count, dtype=torch.int32, device=x.device)[:, None]
@@ -414,7 +427,7 @@ def _shift_right(h: Tensor, bits: int) -> Tensor:
     return (h >> bits) & ((1 << (32 - bits)) - 1)
 
 
-# --- torchao, quietly ------------------------------------------------------------------------------------------
+# --- torchao, quietly ---------------------------------------------------------------------------------------
 
 
 @functools.cache
@@ -426,8 +439,11 @@ def torchao_primitives() -> ModuleType:
 
 @contextlib.contextmanager
 def _quiet_torchao_import() -> Iterator[None]:
-    """Drop the known records of importing torchao on this thread: CUDA libraries that a CPU build cannot load, and
-    torchao's own use of a deprecated pytree call. Nothing else is touched."""
+    """Drop the known log records of importing torchao on this thread, and nothing else.
+
+    They tell of CUDA libraries that another build cannot load, and of torchao's use of a deprecated pytree
+    call.
+    """
     known = {
         "torchao": ("Failed to load", "Skipping import of cpp extensions"),
         "torch.utils._pytree": ("is an Enum subclass and is now natively supported",),

@@ -1,12 +1,13 @@
 """The formats of :mod:`gnmr_fx.formats` as fused kernels, one each for encode and decode.
 
-The readable functions on groups ``[N, g]`` are traced once per kind, format, dtype, device and group size with
-``make_fx`` and handed to Inductor's graph compiler. Dynamo takes no part: its counters, recompile limits and
-``error_on_recompile`` are untouched, and a kernel can be built at run time inside an operator of a model that is
-compiled already. ``N`` is symbolic (``g`` instead, for ``"tensor"`` granularity), so a new batch size or layer builds
-nothing new. Inductor's on-disk cache serves later processes.
+The readable functions on groups ``[N, g]`` are traced with ``make_fx``, once per kind, format, dtype,
+device and group size, and handed to Inductor's graph compiler. Dynamo takes no part: its frame counters,
+recompile limits and ``error_on_recompile`` are untouched, and a kernel can be built at run time, inside an
+operator of a model that is compiled already. ``N`` is symbolic (for ``"tensor"`` granularity ``g`` is), so
+a new batch size or layer builds nothing new. Inductor's on-disk cache serves later processes.
 
-Kernels agree bitwise with the readable code on CPU.
+Call these from an operator or from eager code, not from code that Dynamo traces. Results agree bitwise with
+the readable code on CPU.
 """
 
 from __future__ import annotations
@@ -47,9 +48,10 @@ def encode(x: Tensor, fmt: Format, seed: int | Tensor | None = None, *, backend:
 
     Args:
         x, fmt, seed: as there.
-        backend: ``"inductor"``: the fused kernel. ``"eager"``: the readable code. ``"auto"``: the kernel, and where
-            Inductor cannot build it (no C++ compiler, say) one :class:`GnmrWarning` per process, then the readable
-            code. Tensor subclasses and formats without scales take the readable code in any case.
+        backend: ``"inductor"``: the fused kernel. ``"eager"``: the readable code. ``"auto"``: the kernel, and
+            where Inductor cannot build it (no C++ compiler, say) one :class:`GnmrWarning` per process, then
+            the readable code. Tensor subclasses and formats without scales take the readable code in any
+            case.
 
     Raises:
         FormatError: as there, or for an unknown backend.
@@ -65,8 +67,8 @@ def encode(x: Tensor, fmt: Format, seed: int | Tensor | None = None, *, backend:
         return formats.empty_encoded(x, fmt)
     key = ("encode", fmt, x.dtype, x.device, plan.group, plan.is_large)
     kernel = _kernels.get(key) or _build(key, backend)
-    if kernel is _UNAVAILABLE:
-        _check_available(key, backend)
+    if kernel is _unavailable:
+        _warn_or_raise(key, backend)
         return formats.encode(x, fmt, seed)
     if x.requires_grad:
         x = x.detach()
@@ -96,8 +98,8 @@ def decode(
         return torch.empty(size, dtype=dtype, device=payload.device)
     key = ("decode", fmt, dtype, payload.device, plan.group, plan.is_large)
     kernel = _kernels.get(key) or _build(key, backend)
-    if kernel is _UNAVAILABLE:
-        _check_available(key, backend)
+    if kernel is _unavailable:
+        _warn_or_raise(key, backend)
         return formats.decode(encoded, fmt, size, dtype)
     (groups,) = kernel([payload.contiguous(), scales.contiguous()])
     return formats.from_groups(groups, plan.cut, size)
@@ -128,8 +130,8 @@ def _plan(size: Sequence[int], fmt: Format) -> _Plan:
     return _Plan(
         cut,
         group=0 if fmt.granularity == "tensor" else cut.group,
-        is_empty=cut.count == 0,
-        is_large=cut.count * cut.group > _LARGE,
+        is_empty=cut.total == 0,
+        is_large=cut.total * cut.group > _LARGE,
         payload_shape=formats.payload_shape(size, fmt),
         scales_shape=formats.scales_shape(size, fmt),
     )
@@ -140,23 +142,24 @@ def _check_backend(backend: Backend) -> None:
         raise FormatError(f"expected backend to be one of {', '.join(get_args(Backend))}, found {backend!r}")
 
 
-# --- building kernels ------------------------------------------------------------------------------------------
+# --- building kernels ---------------------------------------------------------------------------------------
 
 # (kind, format, dtype of the decoded tensor, device, group size or 0, large)
 _Key = tuple[str, Format, torch.dtype, torch.device, int, bool]
 
 
-def _UNAVAILABLE(inputs: list[Any]) -> Sequence[Tensor]:
-    raise AssertionError("marks a kernel that cannot be built; never called")
+def _unavailable(inputs: list[Any]) -> Sequence[Tensor]:
+    raise AssertionError("stands for a kernel that cannot be built; never called")
 
 
 _kernels: dict[_Key, _Kernel] = {}
 _causes: dict[_Key, Exception] = {}
 _lock = threading.RLock()
+_warned = False
 
 
 def _build(key: _Key, backend: Backend) -> _Kernel:
-    """Build, or wait for another thread to build, the kernel of ``key``; ``_UNAVAILABLE`` where Inductor fails."""
+    """The kernel of ``key``, built here or by another thread; :func:`_unavailable` where Inductor fails."""
     _check_backend(backend)
     with _lock:
         if key not in _kernels:
@@ -164,25 +167,27 @@ def _build(key: _Key, backend: Backend) -> _Kernel:
                 _kernels[key] = _compile(key)
             # Inductor reports a missing or broken toolchain by many types, down to OSError.
             except Exception as cause:
-                _causes[key], _kernels[key] = cause, _UNAVAILABLE
-                if backend == "auto" and len(_causes) == 1:
-                    warnings.warn(f"{_explain(key)} Continuing with slower unfused code.", GnmrWarning, stacklevel=4)
+                _causes[key], _kernels[key] = cause, _unavailable
         return _kernels[key]
 
 
-def _check_available(key: _Key, backend: Backend) -> None:
-    if backend == "inductor":
-        raise MissingDependencyError(f"{_explain(key)} backend='eager' needs no compiler.") from _causes[key]
-
-
-def _explain(key: _Key) -> str:
+def _warn_or_raise(key: _Key, backend: Backend) -> None:
+    """Tell that the kernel of ``key`` cannot be built: at most one warning per process, or an error."""
+    global _warned
+    if backend == "auto" and _warned:
+        return
     kind, fmt, dtype, device, *_ = key
     cause = _causes[key]
-    lines = str(cause).strip().splitlines() or [""]
-    return (
+    first_line = (str(cause).strip().splitlines() or [""])[0]
+    message = (
         f"expected Inductor to build the {kind} kernel for {fmt} ({dtype}, {device}), but it raised "
-        f"{type(cause).__name__}: {lines[0]} Install a C++ compiler (CPU) or Triton (GPU) that torch.compile can use."
+        f"{type(cause).__name__}: {first_line}\nA C++ compiler (CPU) or Triton (GPU) that Inductor can use "
+        "makes it work"
     )
+    if backend == "inductor":
+        raise MissingDependencyError(f"{message}; backend='eager' needs neither.") from cause
+    _warned = True
+    warnings.warn(f"{message}; until then slower, unfused code runs.", GnmrWarning, stacklevel=3)
 
 
 def _compile(key: _Key) -> _Kernel:
@@ -224,24 +229,19 @@ def _compile(key: _Key) -> _Kernel:
 def _graph(
     kind: str, fmt: Format, dtype: torch.dtype, device: torch.device, group: int, symbol: Any
 ) -> tuple[Callable[..., tuple[Tensor, ...]], list[Tensor]]:
-    """The function to trace, and inputs for it: ``symbol`` groups, or for ``"tensor"`` one group of ``symbol`` bytes."""
+    """The function to trace, and example inputs: ``symbol`` groups, or one group of ``symbol`` bytes."""
     per_byte = formats.codes_per_byte(fmt)
-    count, width = (1, symbol) if fmt.granularity == "tensor" else (symbol, group // per_byte)
     if kind == "decode":
-        payload = torch.empty((count, width), dtype=formats.payload_dtype(fmt, dtype), device=device)
-        scales = torch.empty((count, 2 if fmt.is_integer else 1), dtype=torch.bfloat16, device=device)
-        return (lambda payload, scales: (formats.decode_groups(payload, scales, fmt, dtype),)), [payload, scales]
+        shape = (symbol, group // per_byte) if group else (1, symbol)
+        payload = torch.empty(shape, dtype=formats.payload_dtype(fmt, dtype), device=device)
+        scales = torch.empty((shape[0], 2 if fmt.is_integer else 1), dtype=torch.bfloat16, device=device)
+        return lambda *stored: (formats.decode_groups(*stored, fmt, dtype),), [payload, scales]
 
-    def encode_groups(x: Tensor, *word: Tensor) -> tuple[Tensor, ...]:
-        groups = x.reshape(1, -1) if fmt.granularity == "tensor" else x
-        return formats.encode_groups(groups, fmt, *word)
-
-    shape = (per_byte, width) if fmt.granularity == "tensor" else (count, group)
-    inputs = [torch.empty(shape, dtype=dtype, device=device)]
+    # A dynamic group comes as [codes per byte, bytes]: no plain symbol can say that its size is a multiple.
+    inputs = [torch.empty((symbol, group) if group else (per_byte, symbol), dtype=dtype, device=device)]
     if fmt.is_stochastic:
         inputs.append(torch.empty((), dtype=torch.int32, device=device))
-    # make_fx counts parameters, so each signature needs a function of its own.
-    return (lambda x, word: encode_groups(x, word)) if fmt.is_stochastic else (lambda x: encode_groups(x)), inputs
+    return lambda x, *word: formats.encode_groups(x if group else x.reshape(1, -1), fmt, *word), inputs
 
 
 def _symbol(shapes: Any, group: int, large: bool) -> Any:
@@ -265,7 +265,7 @@ def _no_autocast(device_type: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _inductor_settings() -> Iterator[None]:
-    """Settings that the numerics rest on, and none of the user's passes: a kernel is the same in every program."""
+    """Settings that the numerics rest on, and none of the passes a user may have registered."""
     from torch._inductor import config
 
     wanted = {

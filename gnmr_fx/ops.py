@@ -22,6 +22,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._library.fake_impl import allocate_size
 
 from gnmr_fx import kernels
 from gnmr_fx.errors import DoubleBackwardError
@@ -89,7 +90,19 @@ def _save_low_fake(x: Tensor, seed: Tensor | None, fmt: str) -> tuple[Tensor, Te
 
 @torch.library.register_fake(f"{NAMESPACE}::save_high", lib=_library)
 def _save_high_fake(x: Tensor, guard: Tensor, seed: Tensor | None, fmt: str) -> tuple[Tensor, Tensor]:
-    return _new_encoding(x, _parse(fmt), torch.library.get_ctx().new_dynamic_size(min=0))
+    return _new_encoding(x, _parse(fmt), _dynamic_size())
+
+
+def _dynamic_size() -> Any:
+    """A size known only at run time.
+
+    What ``torch.library.get_ctx().new_dynamic_size(min=0)`` makes, save that Dynamo's
+    ``capture_dynamic_output_shape_ops`` (off by default) does not apply: with it, every guard would break the graph.
+    """
+    context = torch.library.get_ctx()
+    if context._shape_env is None:
+        return context.new_dynamic_size(min=0)
+    return allocate_size(context._shape_env, 0, None)
 
 
 @torch.library.register_fake(f"{NAMESPACE}::restore", lib=_library)
@@ -106,9 +119,10 @@ def _restore_fake(
     return low_payload.new_empty(size, dtype=dtype)
 
 
-_library.impl("save_low", _save_low, "CompositeExplicitAutograd")
-_library.impl("save_high", _save_high, "CompositeExplicitAutograd")
-_library.impl("restore", _restore, "CompositeExplicitAutograd")
+# Disabled: after a graph break of the model, Dynamo would trace into what these call.
+_library.impl("save_low", torch.compiler.disable(_save_low), "CompositeExplicitAutograd")
+_library.impl("save_high", torch.compiler.disable(_save_high), "CompositeExplicitAutograd")
+_library.impl("restore", torch.compiler.disable(_restore), "CompositeExplicitAutograd")
 
 
 class _Guarded(torch.autograd.Function):

@@ -15,7 +15,16 @@ from typing import Literal, get_args
 
 from gnmr_fx.errors import FormatError, UnknownRecipeError
 
-__all__ = ["DEFAULT_RECIPE", "RECIPES", "Format", "FormatDtype", "Granularity", "Recipe", "Rounding", "get_recipe"]
+__all__ = [
+    "DEFAULT_RECIPE",
+    "RECIPES",
+    "Format",
+    "FormatDtype",
+    "Granularity",
+    "Recipe",
+    "Rounding",
+    "get_recipe",
+]
 
 FormatDtype = Literal["int2", "int4", "int8", "fp8_e4m3", "fp8_e5m2", "bf16", "none"]
 Granularity = Literal["tensor", "token", "group"]
@@ -39,8 +48,8 @@ class Format:
         group_size: elements per group, at least 1; only for ``"group"``, otherwise set to 0.
         rounding: ``"nearest"`` (ties to even), or ``"stochastic"`` (unbiased; int and fp8 dtypes only).
 
-    ``"bf16"`` and ``"none"`` have no scales: their granularity and group size are set to ``"token"`` and 0, so
-    that equal formats compare equal.
+    ``"bf16"`` and ``"none"`` have no scales: their granularity and group size are set to ``"token"`` and 0,
+    so that equal formats compare equal.
 
     Raises:
         FormatError: for a value outside these.
@@ -66,10 +75,11 @@ class Format:
             object.__setattr__(self, "group_size", 0)
         elif isinstance(self.group_size, bool) or not isinstance(self.group_size, int) or self.group_size < 1:
             raise FormatError(
-                f"expected group_size to be an int of at least 1, found {self.group_size!r}; 128 is a good default"
+                f"expected group_size to be an int from 1, found {self.group_size!r}; 128 is the default"
             )
         # Hashed on every kernel call: computed once.
-        object.__setattr__(self, "_hash", hash((self.dtype, self.granularity, self.group_size, self.rounding)))
+        fields = (self.dtype, self.granularity, self.group_size, self.rounding)
+        object.__setattr__(self, "_hash", hash(fields))
 
     def __hash__(self) -> int:
         return self._hash  # type: ignore[attr-defined, no-any-return]
@@ -120,7 +130,7 @@ class Format:
 
     @classmethod
     def parse(cls, spec: str) -> Format:
-        """The format that ``spec`` names: ``dtype[/granularity[/rounding]]``, with defaults for what is left out.
+        """The format that ``spec`` names: ``dtype[/granularity[/rounding]]``, defaults where left out.
 
         ``Format.parse(str(fmt)) == fmt`` for every format.
 
@@ -130,7 +140,8 @@ class Format:
         match = re.fullmatch(r"(\w+)(?:/(tensor|token|group)(\d*)(?:/(\w+))?)?", spec)
         if match is None or (match[3] and match[2] != "group"):
             raise FormatError(
-                f"expected a format spec such as 'int4/group128/nearest', 'int8/token' or 'none', found {spec!r}"
+                "expected a format spec such as 'int4/group128/nearest', 'int8/token' or 'none', "
+                f"found {spec!r}"
             )
         dtype, granularity, size, rounding = match.groups()
         options: dict[str, object] = {"granularity": granularity, "rounding": rounding}

@@ -465,8 +465,13 @@ def test_a_missing_norm_changes_nothing_but_the_lock(mean: MeanKind, absent: flo
 def test_the_state_stays_finite_at_the_ends_of_the_range(mean: MeanKind) -> None:
     largest, smallest = torch.finfo(torch.float64).max, 5e-324
     config = plain(mean=mean, window=3, ema_decay=1e-300)
-    rows = [[largest, smallest, smallest], [largest, smallest, largest], [3 * 2.0**970, 0.0, smallest]] * 4
-    for state, decision in run(rows, config, 3):
+    # The last column: with a decay this small, the moving average rounds to above the largest float.
+    rows = [
+        [largest, smallest, smallest, 3 * 2.0**970],
+        [largest, smallest, largest, largest],
+        [1.0, 0.0, smallest, smallest],
+    ]
+    for state, decision in run(rows * 4, config, 3):
         assert torch.cat([state.mean[None], state.norms, state.ratios]).isfinite().all()
         assert (state.ratios <= MAX_RATIO).all()
         assert not decision.gnmr.isnan().any()
