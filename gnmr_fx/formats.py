@@ -191,6 +191,7 @@ def decode(encoded: Encoded, fmt: Format, size: Sequence[int], dtype: torch.dtyp
     Raises:
         FormatError: where ``encoded`` is not what ``encode`` makes of a tensor of that shape.
     """
+    encoded = Encoded(*encoded)  # operators hand back plain tuples
     check_encoded(encoded, fmt, size)
     with torch.no_grad():
         if not fmt.is_scaled:
@@ -224,14 +225,14 @@ def check_encoded(encoded: Encoded, fmt: Format, size: Sequence[int]) -> None:
         )
 
 
-def seed_word(seed: int | Tensor | None, fmt: Format) -> int | None:
-    """The seed as one well-mixed signed 32-bit word (splitmix64's finalizer); None for rounding to nearest.
+def seed_word(seed: int | Tensor | None, fmt: Format) -> int:
+    """The seed as one well-mixed signed 32-bit word (splitmix64's finalizer); 0 for rounding to nearest.
 
     Raises:
         FormatError: where rounding is stochastic and ``seed`` is no int or 0-dim int64 CPU tensor.
     """
     if not fmt.is_stochastic:
-        return None
+        return 0
     if isinstance(seed, Tensor) and (seed.dtype, seed.dim(), seed.device.type) == (torch.int64, 0, "cpu"):
         seed = int(seed.item())
     if isinstance(seed, bool) or not isinstance(seed, int):
@@ -264,10 +265,10 @@ def to_groups(x: Tensor, cut: Layout) -> Tensor:
 
 
 def from_groups(groups: Tensor, cut: Layout, size: Sequence[int]) -> Tensor:
-    """The inverse of :func:`to_groups`."""
+    """The inverse of :func:`to_groups`, contiguous and without the padding."""
     if cut.padding == 0:
         return groups.view(tuple(size))
-    return groups.view(cut.rows, -1)[:, : cut.width].reshape(tuple(size))
+    return groups.view(cut.rows, -1)[:, : cut.width].contiguous().view(tuple(size))
 
 
 def empty_encoded(x: Tensor, fmt: Format) -> Encoded:
@@ -286,13 +287,19 @@ def encode_unscaled(x: Tensor, fmt: Format) -> Encoded:
 
 def decode_unscaled(encoded: Encoded, size: Sequence[int], dtype: torch.dtype) -> Tensor:
     """The inverse of :func:`encode_unscaled`; never aliases the payload."""
-    return encoded.payload.view(tuple(size)).to(dtype, copy=True)
+    payload = encoded.payload.view(tuple(size))
+    decoded = payload.to(dtype, copy=True)
+    if dtype == torch.float16 and payload.dtype == torch.bfloat16:
+        # 65504 is 65536 in bfloat16, which would be inf.
+        top = torch.finfo(dtype).max
+        decoded = torch.where(payload.isfinite(), decoded.clamp(-top, top), decoded)
+    return decoded
 
 
 # --- the arithmetic, on groups [N, g]; what gnmr_fx.kernels traces ------------------------------------------
 
 
-def encode_groups(x: Tensor, fmt: Format, word: int | Tensor | None = None) -> tuple[Tensor, Tensor]:
+def encode_groups(x: Tensor, fmt: Format, word: int | Tensor = 0) -> tuple[Tensor, Tensor]:
     """Payload and scales of groups ``x[N, g]``, N and g at least 1. ``word``: see :func:`seed_word`."""
     x = x.float()
     return _encode_int(x, fmt, word) if fmt.is_integer else _encode_fp8(x, fmt, word)
@@ -308,7 +315,7 @@ def decode_groups(payload: Tensor, scales: Tensor, fmt: Format, dtype: torch.dty
     return decoded.to(dtype)
 
 
-def _encode_int(x: Tensor, fmt: Format, word: int | Tensor | None) -> tuple[Tensor, Tensor]:
+def _encode_int(x: Tensor, fmt: Format, word: int | Tensor) -> tuple[Tensor, Tensor]:
     ao = torchao_primitives()
     top = _top_code(fmt)
     scale, zero_point = ao.choose_qparams_affine_with_min_max(
@@ -344,12 +351,12 @@ def _decode_int(payload: Tensor, scales: Tensor, fmt: Format) -> Tensor:
     return torch.cat([(codes - zero_point) * scale for codes in _unpack(payload, fmt)], dim=1)
 
 
-def _encode_fp8(x: Tensor, fmt: Format, word: int | Tensor | None) -> tuple[Tensor, Tensor]:
+def _encode_fp8(x: Tensor, fmt: Format, word: int | Tensor) -> tuple[Tensor, Tensor]:
     dtype = _FP8_DTYPES[fmt.dtype]
     top = torch.finfo(dtype).max
     scale = _round_to_bf16(torch.clamp(x.abs().amax(dim=1, keepdim=True) / top, min=_TINY))
     y = x / scale
-    if fmt.rounding == "stochastic":
+    if fmt.is_stochastic:
         smallest, mantissa = _FP8_GRID[fmt.dtype]
         exponent = torch.clamp((y.view(torch.int32) >> 23) & 0xFF, min=127 + smallest)
         step = ((exponent - mantissa) << 23).view(torch.float32)
@@ -446,6 +453,7 @@ def _quiet_torchao_import() -> Iterator[None]:
     """
     known = {
         "torchao": ("Failed to load", "Skipping import of cpp extensions"),
+        "torchao.kernel.intmm": ("Detected no triton",),
         "torch.utils._pytree": ("is an Enum subclass and is now natively supported",),
     }
     thread = threading.get_ident()

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import torch
 from torch import nn
 
 from gnmr_fx.config import GnmrConfig, resolve_budget
@@ -20,6 +21,7 @@ from gnmr_fx.runtime import Controller, Site
 from gnmr_fx.units import HANDLE_PREFIX, LeftAlone, Unit
 
 CONTROLLER = f"{HANDLE_PREFIX}controller"
+_SEED_MASK = (1 << 62) - 1  # room to count up in an int64
 ModelT = TypeVar("ModelT", bound=nn.Module)
 
 
@@ -108,7 +110,7 @@ def install(model: nn.Module, plan: Plan, config: GnmrConfig, max_active: int | 
     units = [
         Unit(spec, index, model.get_submodule(spec.owner)) for index, spec in enumerate(plan.units)
     ]
-    controller = ModelController(units, plan.recipe, config, max_active)
+    controller = ModelController(units, plan.recipe, config, max_active, seed=torch.initial_seed() & _SEED_MASK)
     index_of = {unit.name: unit.index for unit in units}
     controller.left_alone, controller.capture_note, controller.forwards = plan.left_alone, plan.capture_note, []
     for forward in plan.forwards:

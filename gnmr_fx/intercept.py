@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import types
-from collections.abc import Callable
+import ast
+import inspect
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -55,7 +56,7 @@ class Intercept(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is F.multi_head_attention_forward:
-            return attention_forward(self)(*args, **kwargs)
+            return self.attention(*args, **kwargs)
         if is_projection(func):
             call = match(func, args, kwargs, self.is_weight, Tensor.dim)
             if isinstance(call, Call):
@@ -74,41 +75,64 @@ class Intercept(TorchFunctionMode):
             call.kind, call.extra, call.x, call.weight, call.bias, call.offs, handle, self.training
         )
 
-    def linear(self, x: Tensor, w: Tensor, b: Tensor | None = None) -> Tensor:
-        """``F.linear``, guarded where ``w`` is one of the weights."""
-        handle = self.handle_of(w)
-        return F.linear(x, w, b) if handle is None else self.divert(Call("linear", "", x, w, b), handle)
+    def attention(self, *args: Any, **kwargs: Any) -> Any:
+        """``F.multi_head_attention_forward`` with its own projections guarded."""
+        in_proj, out_proj, q_proj, k_proj, v_proj = _bind(args, kwargs, _ATTENTION_WEIGHTS)
+        whole = (out_proj, q_proj, k_proj, v_proj)
+        packed = self.handle_of(in_proj)
+
+        def linear(x: Tensor, w: Tensor, b: Tensor | None = None) -> Tensor:
+            # Anything but the whole weights is a slice that attention made of its packed one.
+            handle = self.handle_of(w) if any(w is weight for weight in whole) else packed
+            return F.linear(x, w, b) if handle is None else self.divert(Call("linear", "", x, w, b), handle)
+
+        return _attention(*args, **kwargs, linear=linear)
 
 
-def _rebound(function: types.FunctionType, **names: Any) -> Callable[..., Any]:
-    """``function`` with some of its global names bound to something else."""
-    scope = {k: v for k, v in function.__globals__.items() if k != "__name__"}  # unnamed: not taken for the module
-    rebound = types.FunctionType(function.__code__, {**scope, **names}, function.__name__, function.__defaults__)
-    rebound.__kwdefaults__ = function.__kwdefaults__
-    return rebound
+_ATTENTION_WEIGHTS = tuple(
+    (list(inspect.signature(F.multi_head_attention_forward).parameters).index(name), name)
+    for name in ("in_proj_weight", "out_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight")
+)
 
 
-def attention_forward(mode: Intercept) -> Callable[..., Any]:
-    """``F.multi_head_attention_forward`` with its own projections guarded.
+def _bind(args: tuple[Any, ...], kwargs: Mapping[str, Any], names: tuple[tuple[int, str], ...]) -> tuple[Any, ...]:
+    return tuple(args[at] if at < len(args) else kwargs.get(name) for at, name in names)
 
-    A torch-function mode sees that function as one call, and inside it no mode is active: its body is run with
-    ``linear`` bound to the guarded one.
+
+class _TakeLinear(ast.NodeTransformer):
+    """Give functions a keyword ``linear`` and hand it on where they call one another."""
+
+    def __init__(self, names: frozenset[str]) -> None:
+        self.names = names
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
+        node.decorator_list = []
+        node.args.kwonlyargs.append(ast.arg("linear"))
+        node.args.kw_defaults.append(None)
+        return self.generic_visit(node)
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        if isinstance(node.func, ast.Name) and node.func.id in self.names:
+            node.keywords.append(ast.keyword("linear", ast.Name("linear", ast.Load())))
+        return self.generic_visit(node)
+
+
+def _attention_with_linear() -> Callable[..., Any]:
+    """``F.multi_head_attention_forward`` as installed, with the ``linear`` it calls as an argument.
+
+    A torch-function mode sees that function as one call and is not active inside it, so its own projections cannot be
+    intercepted; and Dynamo cannot follow functions whose globals are exchanged at run time.
     """
+    functions = (F._in_projection_packed, F._in_projection, F.multi_head_attention_forward)
+    transform = _TakeLinear(frozenset(f.__name__ for f in functions))
+    # No __name__: these are not the globals of a module that can be imported, and Dynamo must not take them for one.
+    scope = {name: value for name, value in vars(F).items() if name != "__name__"}
+    scope["has_torch_function"] = lambda _: False
+    for function in functions:
+        tree = transform.visit(ast.parse(inspect.getsource(function)))
+        exec(compile(ast.fix_missing_locations(tree), inspect.getfile(function), "exec"), scope)
+    attention: Callable[..., Any] = scope[F.multi_head_attention_forward.__name__]
+    return attention
 
-    def packed(q: Tensor, k: Tensor, v: Tensor, w: Tensor, b: Tensor | None = None) -> Any:
-        handle = mode.handle_of(w)
-        if handle is None:
-            return F._in_projection_packed(q, k, v, w, b)
 
-        def linear(x: Tensor, part: Tensor, bias: Tensor | None = None) -> Tensor:  # every part is a slice of w
-            return mode.divert(Call("linear", "", x, part, bias), handle)
-
-        return _rebound(F._in_projection_packed, linear=linear)(q, k, v, w, b)
-
-    return _rebound(
-        F.multi_head_attention_forward,
-        linear=mode.linear,
-        has_torch_function=lambda _: False,
-        _in_projection_packed=packed,
-        _in_projection=_rebound(F._in_projection, linear=mode.linear),
-    )
+_attention = _attention_with_linear()

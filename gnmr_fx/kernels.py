@@ -30,6 +30,7 @@ from gnmr_fx.recipe import Format
 __all__ = ["Backend", "decode", "encode"]
 
 Backend = Literal["auto", "inductor", "eager"]
+_BACKENDS = get_args(Backend)
 
 # Inductor takes a list of inputs, which it may clear, and returns the outputs in order.
 _Kernel = Callable[[list[Any]], Sequence[Tensor]]
@@ -57,8 +58,8 @@ def encode(x: Tensor, fmt: Format, seed: int | Tensor | None = None, *, backend:
         FormatError: as there, or for an unknown backend.
         MissingDependencyError: with ``"inductor"``, where the kernel cannot be built.
     """
+    _check_backend(backend)
     if backend == "eager" or not fmt.is_scaled or type(x) not in _PLAIN_TENSORS:
-        _check_backend(backend)
         return formats.encode(x, fmt, seed)
     formats.check_input(x, fmt)
     word = formats.seed_word(seed, fmt)
@@ -66,7 +67,7 @@ def encode(x: Tensor, fmt: Format, seed: int | Tensor | None = None, *, backend:
     if plan.is_empty:
         return formats.empty_encoded(x, fmt)
     key = ("encode", fmt, x.dtype, x.device, plan.group, plan.is_large)
-    kernel = _kernels.get(key) or _build(key, backend)
+    kernel = _kernels.get(key) or _build(key)
     if kernel is _unavailable:
         _warn_or_raise(key, backend)
         return formats.encode(x, fmt, seed)
@@ -75,10 +76,10 @@ def encode(x: Tensor, fmt: Format, seed: int | Tensor | None = None, *, backend:
     groups = formats.to_groups(x, plan.cut).contiguous()
     if plan.group == 0:
         groups = groups.view(formats.codes_per_byte(fmt), -1)
-    if word is None:
-        payload, scales = kernel([groups])
-    else:
-        payload, scales = kernel([groups, torch.full((), word, dtype=torch.int32, device=x.device)])
+    inputs = [groups]
+    if fmt.is_stochastic:
+        inputs.append(torch.full((), word, dtype=torch.int32, device=x.device))
+    payload, scales = kernel(inputs)
     return Encoded(payload, scales)
 
 
@@ -86,18 +87,18 @@ def decode(
     encoded: Encoded, fmt: Format, size: Sequence[int], dtype: torch.dtype, *, backend: Backend = "auto"
 ) -> Tensor:
     """:func:`gnmr_fx.formats.decode` by a fused kernel; ``backend`` as in :func:`encode`."""
+    _check_backend(backend)
     payload, scales = encoded
     if backend == "eager" or not fmt.is_scaled or type(payload) is not Tensor or type(scales) is not Tensor:
-        _check_backend(backend)
         return formats.decode(encoded, fmt, size, dtype)
     size = tuple(size)
     plan = _plan(size, fmt)
     if payload.shape != plan.payload_shape or scales.shape != plan.scales_shape:
-        formats.check_encoded(encoded, fmt, size)
+        formats.check_encoded(Encoded(payload, scales), fmt, size)
     if plan.is_empty:
         return torch.empty(size, dtype=dtype, device=payload.device)
     key = ("decode", fmt, dtype, payload.device, plan.group, plan.is_large)
-    kernel = _kernels.get(key) or _build(key, backend)
+    kernel = _kernels.get(key) or _build(key)
     if kernel is _unavailable:
         _warn_or_raise(key, backend)
         return formats.decode(encoded, fmt, size, dtype)
@@ -138,8 +139,8 @@ def _plan(size: Sequence[int], fmt: Format) -> _Plan:
 
 
 def _check_backend(backend: Backend) -> None:
-    if backend not in get_args(Backend):
-        raise FormatError(f"expected backend to be one of {', '.join(get_args(Backend))}, found {backend!r}")
+    if backend not in _BACKENDS:
+        raise FormatError(f"expected backend to be one of {', '.join(_BACKENDS)}, found {backend!r}")
 
 
 # --- building kernels ---------------------------------------------------------------------------------------
@@ -158,9 +159,8 @@ _lock = threading.RLock()
 _warned = False
 
 
-def _build(key: _Key, backend: Backend) -> _Kernel:
+def _build(key: _Key) -> _Kernel:
     """The kernel of ``key``, built here or by another thread; :func:`_unavailable` where Inductor fails."""
-    _check_backend(backend)
     with _lock:
         if key not in _kernels:
             try:
@@ -216,9 +216,11 @@ def _compile(key: _Key) -> _Kernel:
     ):
         with fake_mode:
             function, inputs = _graph(kind, fmt, dtype, device, group, _symbol(shapes, group, large))
-        graph = make_fx(function, decomposition_table=select_decomp_table(), tracing_mode="symbolic")(*inputs)
+        trace = make_fx(function, decomposition_table=select_decomp_table(), tracing_mode="symbolic")
+        traced = trace(*inputs)
         return compile_fx_inner(
-            graph,
+            # Without the attributes that make_fx leaves on its module, for which Inductor finds no cache key.
+            torch.fx.GraphModule(traced, traced.graph),
             inputs,
             is_inference=True,
             # A captured graph would hand out the same output memory at every call.
@@ -235,7 +237,7 @@ def _graph(
         shape = (symbol, group // per_byte) if group else (1, symbol)
         payload = torch.empty(shape, dtype=formats.payload_dtype(fmt, dtype), device=device)
         scales = torch.empty((shape[0], 2 if fmt.is_integer else 1), dtype=torch.bfloat16, device=device)
-        return lambda *stored: (formats.decode_groups(*stored, fmt, dtype),), [payload, scales]
+        return lambda codes, scale: (formats.decode_groups(codes, scale, fmt, dtype),), [payload, scales]
 
     # A dynamic group comes as [codes per byte, bytes]: no plain symbol can say that its size is a multiple.
     inputs = [torch.empty((symbol, group) if group else (per_byte, symbol), dtype=dtype, device=device)]

@@ -167,8 +167,8 @@ class _Guarded(torch.autograd.Function):
             grad_x = projection.grad_input(g, w, offs, ctx.extra, ctx.x_shape)
         if ctx.needs_input_grad[1]:
             x = torch.ops.gnmr_fx.restore(
-                low_payload, low_scales, high_payload, high_scales, ctx.low, ctx.high, list(ctx.x_shape), ctx.x_dtype
-            )
+                low_payload, low_scales, high_payload, high_scales, ctx.low, ctx.high, stored_shape(ctx.x_shape), ctx.x_dtype
+            ).view(ctx.x_shape)
             grad_w = projection.grad_weight(g, x, offs, ctx.extra, w.shape)
         if ctx.b_shape is not None and ctx.needs_input_grad[2]:
             grad_b = g.sum_to_size(ctx.b_shape)
@@ -184,11 +184,14 @@ def stock_projection(kind: str, extra: str, x: Tensor, w: Tensor, b: Tensor | No
     return KINDS[kind].forward(x, w, b, offs, extra)
 
 
+def stored_shape(shape: Any) -> list[Any]:
+    """The shape that an activation of ``shape`` is stored in: columns as rows, or each element had a scale of its own."""
+    return [*shape[:-2], 1, shape[-2]] if len(shape) > 1 and shape[-1] == 1 else list(shape)
+
+
 def is_guardable(x: Tensor, w: Tensor, training: bool) -> bool:
     """Whether an activation of this call would be saved, and can be stored in another format."""
-    return (
-        training and torch.is_grad_enabled() and w.requires_grad and x.is_floating_point() and x.dtype != torch.float64
-    )
+    return training and torch.is_grad_enabled() and w.requires_grad and x.is_floating_point()
 
 
 def guarded_projection(
@@ -203,8 +206,9 @@ def guarded_projection(
 ) -> Tensor:
     """A projection on its low-cost or its recovery path.
 
-    The output is bit for bit that of the operator it stands for; so is the input gradient. The weight gradient is that
-    of the activation as the path in force stores it.
+    The output is bit for bit that of the operator it stands for. The input gradient does not depend on the path (for
+    linear it is bit-equal too, elsewhere up to the order of sums). The weight gradient is that of the activation as the
+    path in force stores it.
 
     Args:
         kind: key of :data:`gnmr_fx.projections.KINDS`.
@@ -222,20 +226,22 @@ def guarded_projection(
     """
     if not is_guardable(x, w, training):
         return stock_projection(kind, extra, x, w, b, offs)
-    source = x
-    if KINDS[kind].autocast and torch.is_autocast_enabled(x.device.type):
-        dtype = torch.get_autocast_dtype(x.device.type)
+    source, eager, active = x, not torch.compiler.is_compiling(), False
+    cast = KINDS[kind].autocast and torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64
+    dtype = torch.get_autocast_dtype(x.device.type) if cast else x.dtype
+    if eager:
+        handle.observation.add(torch.Size(stored_shape(x.shape)), dtype)
+        active = bool(handle.guard)
+        if (handle.high if active else handle.low) == "none":  # before the cast, which autocast makes once per weight
+            return stock_projection(kind, extra, x, w, b, offs)
+    if cast:
         x, w, b = x.to(dtype), w.to(dtype), None if b is None else b.to(dtype)
-    if torch.compiler.is_compiling():
-        saved = x.detach()
+    saved = x.detach().reshape(stored_shape(x.shape))
+    if eager:
+        low, high = _encode_eager(source, saved, handle, active)
+    else:
         low = torch.ops.gnmr_fx.save_low(saved, handle.seed, handle.low)
         high = torch.ops.gnmr_fx.save_high(saved, handle.guard, handle.seed, handle.high)
-    else:
-        handle.observation.add(x.shape, x.dtype)
-        active = bool(handle.guard)
-        if (handle.high if active else handle.low) == "none":
-            return stock_projection(kind, extra, x, w, b, offs)
-        low, high = _encode_eager(source, x.detach(), handle, active)
     return _Guarded.apply(x, w, b, offs, *low, *high, kind, extra, handle.low, handle.high)
 
 

@@ -7,12 +7,14 @@ Each kind is three plain functions. ``extra`` is a static string (the einsum equ
 offsets of a grouped GEMM (else None):
 
 * ``forward(x, w, b, offs, extra) -> out``, through ``torch.ops.aten`` so that no torch-function mode sees it twice;
-* ``grad_input(g, w, offs, extra, x_shape) -> Tensor`` of shape ``x_shape``;
+* ``grad_input(g, w, offs, extra, x_shape) -> Tensor`` of shape ``x_shape``, bit for bit what autograd makes: a product
+  with a matrix is one GEMM over all rows, as it is in a forward whose matrix needs a gradient;
 * ``grad_weight(g, x, offs, extra, w_shape) -> Tensor`` of shape ``w_shape``.
 """
 
 from __future__ import annotations
 
+import functools
 import operator
 import string
 from collections.abc import Callable, Mapping
@@ -38,12 +40,19 @@ class Projection:
     """Whether torch.autocast casts the operands of this operator."""
 
 
+def _rows_times(x: Tensor, matrix: Tensor) -> Tensor:
+    """``x @ matrix`` as one GEMM over all rows of ``x``, whatever its strides."""
+    if x.dim() < 3:
+        return torch.matmul(x, matrix)
+    return torch.mm(x.reshape(-1, x.shape[-1]), matrix).view(*x.shape[:-1], matrix.shape[-1])
+
+
 def _linear(x: Tensor, w: Tensor, b: Tensor | None, offs: Tensor | None, extra: str) -> Tensor:
     return aten.linear(x, w, b)
 
 
 def _linear_grad_input(g: Tensor, w: Tensor, offs: Tensor | None, extra: str, x_shape: Any) -> Tensor:
-    return torch.matmul(g, w)
+    return _rows_times(g, w)
 
 
 def _linear_grad_weight(g: Tensor, x: Tensor, offs: Tensor | None, extra: str, w_shape: Any) -> Tensor:
@@ -60,6 +69,8 @@ def _right(x: Tensor, w: Tensor, b: Tensor | None, offs: Tensor | None, extra: s
 def _right_grad_input(g: Tensor, w: Tensor, offs: Tensor | None, extra: str, x_shape: Any) -> Tensor:
     if len(x_shape) == 1:
         return torch.matmul(g.unsqueeze(-2), w.transpose(-1, -2)).squeeze(-2).sum_to_size(x_shape)
+    if w.dim() == 2:
+        return _rows_times(g, w.t())
     return torch.matmul(g, w.transpose(-1, -2)).sum_to_size(x_shape)
 
 
@@ -79,12 +90,17 @@ def _left(x: Tensor, w: Tensor, b: Tensor | None, offs: Tensor | None, extra: st
 def _left_grad_input(g: Tensor, w: Tensor, offs: Tensor | None, extra: str, x_shape: Any) -> Tensor:
     if len(x_shape) == 1:
         return torch.matmul(w.transpose(-1, -2), g.unsqueeze(-1)).squeeze(-1).sum_to_size(x_shape)
+    if w.dim() == 2 and g.dim() > 2:
+        return _rows_times(g.transpose(-1, -2), w).transpose(-1, -2)
     return torch.matmul(w.transpose(-1, -2), g).sum_to_size(x_shape)
 
 
 def _left_grad_weight(g: Tensor, x: Tensor, offs: Tensor | None, extra: str, w_shape: Any) -> Tensor:
     if x.dim() == 1:
         x, g = x.unsqueeze(-1), g.unsqueeze(-1)
+    if len(w_shape) == 2:
+        rows = x.transpose(-1, -2).reshape(-1, w_shape[1])
+        return torch.mm(g.transpose(-1, -2).reshape(-1, w_shape[0]).t(), rows)
     return torch.matmul(g, x.transpose(-1, -2)).sum_to_size(w_shape)
 
 
@@ -93,13 +109,25 @@ def _einsum(x: Tensor, w: Tensor, b: Tensor | None, offs: Tensor | None, extra: 
 
 
 def _einsum_grad_input(g: Tensor, w: Tensor, offs: Tensor | None, extra: str, x_shape: Any) -> Tensor:
-    xs, ws, out = split_equation(extra)
+    xs, ws, out = _in_output_order(extra)
     return torch.einsum(f"{out},{ws}->{xs}", g, w)
 
 
 def _einsum_grad_weight(g: Tensor, x: Tensor, offs: Tensor | None, extra: str, w_shape: Any) -> Tensor:
-    xs, ws, out = split_equation(extra)
+    xs, ws, out = _in_output_order(extra)
     return torch.einsum(f"{out},{xs}->{ws}", g, x)
+
+
+@functools.cache
+def _in_output_order(equation: str) -> tuple[str, str, str]:
+    """The parts of ``equation``, renamed so that the indices of the output come first in the alphabet, in its order.
+
+    ``torch.einsum`` sums over several indices in alphabetical order, autograd in the order of the output.
+    """
+    parts = split_equation(equation)
+    order = dict.fromkeys(parts[2] + "".join(sorted(parts[0] + parts[1])))
+    names = str.maketrans(dict(zip(order, string.ascii_letters, strict=False)))
+    return parts[0].translate(names), parts[1].translate(names), parts[2].translate(names)
 
 
 def _grouped(x: Tensor, w: Tensor, b: Tensor | None, offs: Tensor | None, extra: str) -> Tensor:
@@ -141,6 +169,10 @@ KINDS: Mapping[str, Projection] = MappingProxyType(
 )
 
 
+UNKNOWN = -1
+"""Number of dimensions of a value that nothing is known about."""
+
+
 def split_equation(equation: str) -> tuple[str, str, str]:
     """``"xs,ws->out"`` as its three parts."""
     operands, out = equation.split("->")
@@ -153,12 +185,13 @@ def normalize_einsum(equation: str, dims: tuple[int, int], weight_at: int) -> st
 
     Args:
         equation: as given to ``torch.einsum``.
-        dims: number of dimensions of each operand.
+        dims: number of dimensions of each operand, or UNKNOWN.
         weight_at: which operand (0 or 1) is the weight.
 
     Returns:
         None where the gradients are not plain einsums: an index repeated inside one operand, an index of one
-        operand that is in neither the other nor the output, or an ellipsis in the weight.
+        operand that is in neither the other nor the output, or an ellipsis in the weight, or in an activation of
+        unknown width.
     """
     equation = equation.replace(" ", "")
     if equation.count(",") != 1:
@@ -174,6 +207,8 @@ def normalize_einsum(equation: str, dims: tuple[int, int], weight_at: int) -> st
     if "..." in w_spec:
         return None
     if "..." in x_spec:
+        if dims[1 - weight_at] == UNKNOWN:
+            return None
         width = dims[1 - weight_at] - (len(x_spec) - 3)
         free = [c for c in string.ascii_letters if c not in equation][: max(width, 0)]
         x_spec, out = x_spec.replace("...", "".join(free)), out.replace("...", "".join(free))
@@ -234,7 +269,7 @@ def match(
         func: the function, operator or method name called.
         args, kwargs: as passed.
         is_weight: tells whether a value is a weight (a parameter, or a view or slice of one).
-        dim: number of dimensions of a value.
+        dim: number of dimensions of a value, or UNKNOWN.
 
     Returns:
         A :class:`Call`; or a reason (text) where it is a projection against a weight that is not covered; or None

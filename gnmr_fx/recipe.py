@@ -82,7 +82,7 @@ class Format:
         object.__setattr__(self, "_hash", hash(fields))
 
     def __hash__(self) -> int:
-        return self._hash  # type: ignore[attr-defined, no-any-return]
+        return self._hash  # type: ignore[attr-defined, no-any-return, unused-ignore]
 
     def __reduce__(self) -> tuple[object, ...]:
         # String hashes differ between processes, so the cached one must not travel in a pickle.

@@ -30,8 +30,8 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from gnmr_fx import controller as rules
 from gnmr_fx.config import GnmrConfig
+from gnmr_fx.controller import MISSING, Decision, init, state_from_dict, state_to_dict, update
 from gnmr_fx.errors import GnmrWarning, StateMismatchError, UnknownUnitError
 from gnmr_fx.recipe import Recipe
 from gnmr_fx.units import Handle, Memo, Unit, register_observer, unregister_observer
@@ -93,8 +93,8 @@ class Controller:
         self.memo = Memo()
         self.sites: list[Site] = []
         self.events: collections.deque[Event] = collections.deque(maxlen=config.max_events)
-        self.decision: rules.Decision | None = None
-        self._state = rules.init(len(self.units), config, max_active)
+        self.decision: Decision | None = None
+        self._state = init(len(self.units), config, max_active)
         self._forced: Tensor | None = None
         self._counts: dict[str, int] = dict.fromkeys(
             ("events", "risky", "recovered", "refused", "switches", "max_active", "non_finite"), 0
@@ -145,7 +145,7 @@ class Controller:
         """In how many steps unit ``index`` was on the recovery path."""
         return int(self._steps_recovered[index])
 
-    def step(self, grad_scale: float = 1.0) -> rules.Decision:
+    def step(self, grad_scale: float = 1.0) -> Decision:
         """End a step by hand, in a loop without a ``torch.optim`` optimizer. Call it after the weights were updated.
 
         With a torch optimizer this happens by itself, once per optimizer step. Norms are those at the end of the last
@@ -156,7 +156,7 @@ class Controller:
         """
         start = time.perf_counter()
         norms = self._host_norms(grad_scale)
-        self._state, decision = rules.update(self._state, norms, self.config)
+        self._state, decision = update(self._state, norms, self.config)
         self._record(decision, norms)
         self.decision = decision
         self.seed.add_(1)
@@ -200,7 +200,7 @@ class Controller:
         return {
             "version": STATE_VERSION,
             "units": [unit.name for unit in self.units],
-            "rules": rules.state_to_dict(self._state),
+            "rules": state_to_dict(self._state),
             "flags": self.flags.clone(),
             "seed": int(self.seed),
             "counts": dict(self._counts),
@@ -230,7 +230,7 @@ class Controller:
                 f"(not in the state: {missing[:3] or 'none'}; not in the model: {extra[:3] or 'none'}); instrument the "
                 "model with the same include and exclude as the run that was saved"
             )
-        loaded = rules.state_from_dict(state["rules"], self.config, self.max_active, len(names))
+        loaded = state_from_dict(state["rules"], self.config, self.max_active, len(names))
         self._state = loaded
         self.seed.fill_(state["seed"])
         self._counts = dict(state["counts"])
@@ -330,19 +330,20 @@ class Controller:
         self._seconds += time.perf_counter() - start
 
     def _host_norms(self, grad_scale: float) -> Tensor:
-        """Norms [units], float64 on the host; ``rules.MISSING`` where there is no gradient."""
-        norms = torch.full((len(self.units),), rules.MISSING, dtype=torch.float64)
+        """Norms [units], float64 on the host; ``MISSING`` where there is no gradient."""
+        norms = torch.full((len(self.units),), MISSING, dtype=torch.float64)
         for indices, values in self._pending:
             norms[indices] = values.to("cpu", torch.float64) / grad_scale
         for overflowed in self._overflowed.values():
             norms[overflowed.cpu()] = torch.inf
         unseen = [unit.index for unit in self.units if not unit.observation.seen]
-        norms[unseen] = rules.MISSING
+        norms[unseen] = MISSING
         return norms
 
     def optimizer_stepped(self, optimizer: torch.optim.Optimizer) -> None:
         """Called after every step of any ``torch.optim`` optimizer in the process."""
         if not self._pending:
+            self._attach_hooks()  # weights may have been unfrozen or replaced: be there for their next backward
             return
         weights = {id(unit.weight) for unit in self.units}
         if any(id(p) in weights for group in optimizer.param_groups for p in group["params"]):
@@ -363,7 +364,7 @@ class Controller:
 
     # Records ---------------------------------------------------------------------------------------------------------
 
-    def _record(self, decision: rules.Decision, norms: Tensor) -> None:
+    def _record(self, decision: Decision, norms: Tensor) -> None:
         """Set the guards of the step to come, and write down what happened."""
         target = decision.active if self._forced is None else self._forced
         changed = target != self.flags

@@ -19,6 +19,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from gnmr_fx.passes.plan import CapturedCall, Plan, weight_paths
@@ -135,7 +136,10 @@ def find_calls(graph: fx.Graph, weights: Mapping[str, str]) -> Iterator[Captured
         if node.op not in ("call_function", "call_method"):
             continue
         found = match(node.target, node.args, node.kwargs, lambda v: isinstance(v, fx.Node) and v in source, _dim)
-        if isinstance(found, Call):
+        if node.target is F.multi_head_attention_forward:  # one call, whose own projections Dynamo does not show
+            read = [source[v] for v in node.all_input_nodes if v in source and _dim(v) == 2]
+            yield from (CapturedCall(_site(node), weight, "linear", node) for weight in dict.fromkeys(read))
+        elif isinstance(found, Call):
             shape = tuple(example(found.x).shape)
             yield CapturedCall(_site(node), source[found.weight], operator_name(node.target), node, found.x, shape)
         elif isinstance(found, str):
@@ -169,9 +173,9 @@ def _site(node: fx.Node) -> str:
     stack = node.meta.get("nn_module_stack") or {}
     if not stack:
         return ""
-    path = list(stack.values())[-1][0]
-    path = re.sub(r"^L\['(self|mod|fn)'\]\.?|^L\['args'\]\[\d+\]\.?", "", path)
-    path = re.sub(r"\._modules\['([^']+)'\]|\['?([^'\]]+)'?\]", lambda m: "." + (m[1] or m[2]), path)
+    path = list(stack.values())[-1][0].replace(".__dict__['_modules']", "._modules")  # a child read around __getattr__
+    path = re.sub(r"^L\['(self|mod|fn)'\]|^L\['args'\]\[\d+\]", "", path)
+    path = re.sub(r"(?:\._modules)+\['?([^'\]]+)'?\]|\['?([^'\]]+)'?\]", lambda m: "." + (m[1] or m[2]), path)
     return path.lstrip(".")
 
 

@@ -25,7 +25,7 @@ from torch.nn.utils import parametrize
 from gnmr_fx.errors import LazyParameterError, NoRecoverableOperatorError, PatternError
 from gnmr_fx.passes.capture import VIEWS, operator_name
 from gnmr_fx.passes.plan import Finding, Plan, weight_paths
-from gnmr_fx.projections import Call, match
+from gnmr_fx.projections import UNKNOWN, Call, match
 from gnmr_fx.units import LeftAlone, UnitSpec
 
 HEAD_NAMES = frozenset({
@@ -100,7 +100,7 @@ def _look(model: nn.Module) -> tuple[list[Finding], list[LeftAlone]]:
             reason = _unfit(parameter)
             if parameter.dim() >= 2 and reason:
                 left.append(LeftAlone(_unit_name(path, name), "", tuple(parameter.shape), reason))
-        findings += _look_at(path, module, left)
+        findings += _look_at(path, module)
     return findings, left
 
 
@@ -115,24 +115,22 @@ def _unfit(parameter: Tensor) -> str:
     return ""
 
 
-def _look_at(path: str, module: nn.Module, left: list[LeftAlone]) -> list[Finding]:
+def _look_at(path: str, module: nn.Module) -> list[Finding]:
     own = [
         name for name, p in module.named_parameters(recurse=False) if p is not None and p.dim() >= 2 and not _unfit(p)
     ]
     if own:
         graph = trace_site(module)
         if graph is not None:
-            return list(_findings_in(path, module, graph, left))
+            return list(_findings_in(path, module, graph))
     reached = [*own, *(w for w in children_weights_in_code(module) if w not in own)]
     return [Finding(path, weight, "") for weight in reached]
 
 
-def _findings_in(path: str, module: nn.Module, graph: fx.Graph, left: list[LeftAlone]) -> Iterator[Finding]:
+def _findings_in(path: str, module: nn.Module, graph: fx.Graph) -> Iterator[Finding]:
     for _, call in graph_calls(module, graph):
-        if isinstance(call, Call):
-            yield Finding(path, weight_of(call.weight), operator_name_of(call), graph)
-        else:
-            left.append(LeftAlone(path, "", (), call))
+        assert isinstance(call, Call)
+        yield Finding(path, weight_of(call.weight), operator_name_of(call), graph)
 
 
 def operator_name_of(call: Call) -> str:
@@ -153,7 +151,7 @@ def graph_calls(module: nn.Module, graph: fx.Graph) -> Iterator[tuple[fx.Node, C
             continue
         if node.op not in ("call_function", "call_method"):
             continue
-        call = match(node.target, node.args, node.kwargs, lambda v: isinstance(v, fx.Node) and v in weights, lambda v: dims.get(v, 2))
+        call = match(node.target, node.args, node.kwargs, lambda v: isinstance(v, fx.Node) and v in weights, lambda v: dims.get(v, UNKNOWN))
         if call is not None:
             if isinstance(call, Call):
                 call.weight.meta["read_by"] = node.target
@@ -194,6 +192,8 @@ def trace_site(module: nn.Module) -> fx.Graph | None:
         graph = _SiteTracer().trace(module)
     except Exception:  # FX gives up on what it cannot trace in many ways; the site is covered by interception
         return None
+    if any(isinstance(call, str) for _, call in graph_calls(module, graph)):
+        return None  # covered only once the operands' shapes are known
     _restore_optional_bias(module, graph)
     graph.lint()
     return graph
@@ -354,7 +354,8 @@ def _units(plan: Plan, findings: list[Finding]) -> list[UnitSpec]:
     examples: dict[str, tuple[int, ...]] = {}
     for call in plan.calls:
         order.setdefault(call.weight, len(order))
-        examples.setdefault(call.weight, call.shape)
+        if call.input is not None:
+            examples.setdefault(call.weight, call.shape)
     units = []
     for key, group in by_weight.items():
         holder = next((f for f in group if "." not in f.weight), group[0])

@@ -29,13 +29,14 @@ def group(plan: Plan) -> Plan:
         unit_of[paths[id(weight)]] = unit.name
     covered = [call for call in plan.calls if call.weight in unit_of and not call.reason]
     calls = [(call.node, unit_of[call.weight]) for call in covered]
-    inputs = {call.node: _undo_views(call.input) for call in covered}
+    shown = [(call.node, unit_of[call.weight]) for call in covered if call.input is not None]
+    inputs = {call.node: _undo_views(call.input) for call in covered if call.input is not None}
     readers: dict[fx.Node, set[str]] = defaultdict(set)
-    for node, name in calls:
+    for node, name in shown:
         readers[inputs[node]].add(name)
     shares: dict[str, set[str]] = defaultdict(set)
     kept_by_attention = set()
-    for node, name in calls:
+    for node, name in shown:
         shares[name] |= readers[inputs[node]] - {name}
         if _is_attention_output(inputs[node]):
             kept_by_attention.add(name)
@@ -69,12 +70,16 @@ def _dataflow(plan: Plan, calls: list[tuple[fx.Node, str]]) -> nx.DiGraph:
         graph.add_node(unit.name, order=order)
     if plan.graph is None:
         return graph
-    unit_at = dict(calls)
+    units_at: dict[fx.Node, list[str]] = defaultdict(list)
+    for node, name in calls:
+        units_at[node].append(name)
     reached: dict[fx.Node, frozenset[str]] = {}  # the units whose output a node's value depends on directly
     for node in plan.graph.nodes:
         sources = frozenset().union(*(reached[n] for n in node.all_input_nodes)) if node.all_input_nodes else frozenset()
-        if node in unit_at:
-            graph.add_edges_from((source, unit_at[node]) for source in sources if source != unit_at[node])
-            sources = frozenset({unit_at[node]})
+        if node in units_at:
+            *first, last = units_at[node]  # several in an attention call, where all others feed the last
+            graph.add_edges_from((source, name) for source in sources for name in first or [last] if source != name)
+            graph.add_edges_from((name, last) for name in first)
+            sources = frozenset({last})
         reached[node] = sources
     return graph

@@ -50,8 +50,8 @@ class CapturedCall:
         site: path of the module whose code makes the call.
         weight: path of the weight from the model.
         operator: short name of the operator.
-        node: the call; ``input`` is the activation it reads and ``shape`` that one's shape.
-        reason: why the call is not covered; ``""`` if it is, and only then is there an input.
+        node: the call; ``input`` is the activation it reads and ``shape`` that one's shape, where the graph shows it.
+        reason: why the call is not covered; ``""`` if it is.
     """
 
     site: str

@@ -67,6 +67,7 @@ def _traced_forward(site: str, module: nn.Module, traced: fx.Graph, handles: Map
 
 def guard_projections(module: nn.Module, graph: fx.Graph, handles: Mapping[str, str]) -> fx.Graph:
     """Replace, in place, each projection in ``graph`` whose handle is in ``handles`` by its guarded node."""
+    replaced: dict[fx.Node, fx.Node] = {}  # operands of later calls that were calls themselves
     for node, call in list(graph_calls(module, graph)):
         if not isinstance(call, Call) or handle_name(weight_of(call.weight)) not in handles:
             continue
@@ -75,9 +76,10 @@ def guard_projections(module: nn.Module, graph: fx.Graph, handles: Mapping[str, 
             training = graph.create_node("get_attr", "training")
             guarded = graph.call_function(
                 guarded_projection,
-                (call.kind, call.extra, call.x, call.weight, call.bias, call.offs, handle, training),
+                (call.kind, call.extra, replaced.get(call.x, call.x), call.weight, call.bias, call.offs, handle, training),
             )
         guarded.meta = {**node.meta, "gnmr_handle": handle.target}
+        replaced[node] = guarded
         node.replace_all_uses_with(guarded)
         graph.erase_node(node)
     return graph

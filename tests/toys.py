@@ -1,0 +1,101 @@
+"""Small modules that the tests of the passes share."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class OwnParameters(nn.Module):
+    """Every covered operator against parameters of its own, in straight-line code."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.a = nn.Parameter(torch.randn(width, width))
+        self.b = nn.Parameter(torch.randn(width, width))
+        self.c = nn.Parameter(torch.randn(width, width))
+        self.d = nn.Parameter(torch.randn(width, width))
+        self.e = nn.Parameter(torch.randn(width, width))
+        self.bias = nn.Parameter(torch.randn(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.linear(x, self.a, self.bias)
+        x = torch.tanh(torch.matmul(x, self.b))
+        x = torch.tanh(x @ self.c.t())
+        x = torch.einsum("bi,ij->bj", x, self.d)
+        return torch.addmm(self.bias, x, self.e)
+
+
+class Ellipsis_(nn.Module):
+    """An einsum whose equation is complete only with its operands' ranks: straight-line, and yet not to be traced."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(width, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.einsum("...i,ij->...j", x, self.w)
+
+
+class Branching(nn.Module):
+    """A forward that may take another way: not to be traced."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(width, width))
+
+    def forward(self, x: Tensor, double: bool = False) -> Tensor:
+        y = F.linear(x, self.weight)
+        return y * 2 if double else y
+
+
+class ReadsTraining(nn.Module):
+    """Reads ``self.training`` without a visible branch."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(width, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(F.dropout(x, 0.5, self.training), self.weight)
+
+
+class ChildWeight(nn.Module):
+    """Multiplies with the weight of a child whose forward is never called."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.inner = nn.Linear(width, width)
+        self.scale = nn.Parameter(torch.ones(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.dim() == 1:
+            x = x.unsqueeze(0)
+        return (self.inner.weight @ x.transpose(-1, -2)).transpose(-1, -2) * self.scale
+
+
+class Block(nn.Module):
+    """Two readers of one tensor, then a third."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.gate, self.up, self.down = (nn.Linear(width, width, bias=False) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+class Stack(nn.Module):
+    """Blocks and an output head."""
+
+    def __init__(self, width: int = 8, blocks: int = 2) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(width) for _ in range(blocks))
+        self.norm = nn.LayerNorm(width)
+        self.lm_head = nn.Linear(width, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return self.lm_head(self.norm(x))
