@@ -60,8 +60,10 @@ FINAL_STEPS = 20
 """The final training loss is the mean over this many last steps."""
 
 SKIPPED_FOLDERS = frozenset(
-    ("__pycache__", "encodings", "idlelib", "lib2to3", "pydoc_data", "turtledemo")  # generated, tables or long gone
-    + ("dist-packages", "site-packages", "test", "tests")
+    [
+        *("__pycache__", "dist-packages", "site-packages", "test", "tests"),
+        *("encodings", "idlelib", "lib2to3", "pydoc_data", "turtledemo"),  # tables, generated, or not in every release
+    ]
 )
 
 
@@ -101,7 +103,7 @@ class Settings:
     window: int = DEFAULTS.window
     lock: int = DEFAULTS.lock_steps
     warmup: int = DEFAULTS.warmup_steps
-    lr: float = 3e-3
+    lr: float = 1e-3
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     dtype: Literal["fp32", "bf16"] = "fp32"
     seed: int = 0
@@ -549,38 +551,49 @@ def build_parser() -> argparse.ArgumentParser:
     """The command line."""
     base = Settings()
     parser = argparse.ArgumentParser(
-        description="Pretrain a tiny byte-level Llama with budgeted recovery. Nothing is downloaded.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        description="Pretrain a tiny byte-level Llama with budgeted recovery. Nothing is downloaded."
     )
+    shown = " (default: %(default)s)"
+
     add = parser.add_argument_group("model and training").add_argument
-    add("--size", choices=SIZES, default=base.size, help="size of the model")
-    add("--steps", type=integer(1), help=f"optimizer steps ({STEPS}, or {STEPS_COMPARE} a policy with --compare)")
-    add("--batch", type=integer(1), default=base.batch, help="sequences in a batch")
-    add("--seq", type=integer(2), default=base.seq, help="bytes in a sequence")
-    add("--lr", type=positive, default=base.lr, help="peak learning rate")
-    add("--seed", type=integer(0), default=base.seed, help="of weights and batches")
+    add("--size", choices=SIZES, default=base.size, help=f"size of the model{shown}")
+    add("--steps", type=integer(1), metavar="N", help=f"default: {STEPS}, or {STEPS_COMPARE} a policy with --compare")
+    add("--batch", type=integer(1), metavar="N", default=base.batch, help=f"sequences in a batch{shown}")
+    add("--seq", type=integer(2), metavar="N", default=base.seq, help=f"bytes in a sequence{shown}")
+    add("--lr", type=positive, metavar="X", default=base.lr, help=f"peak learning rate{shown}")
+    add("--seed", type=integer(0), metavar="N", default=base.seed, help=f"of weights and batches{shown}")
     add("--text", type=existing, metavar="PATH", help="own text: a file, or a folder, which is split by file")
-    add("--device", type=device, help="cuda where there is one, else cpu")
-    add("--dtype", choices=("fp32", "bf16"), help="bf16 is autocast; by default bf16 on cuda, else fp32")
-    add("--no-compile", dest="compile", action="store_false", default=True, help="run in eager mode")
+    add("--device", type=device, help="default: cuda where there is one, else cpu")
+    add("--dtype", choices=("fp32", "bf16"), help="bf16 is autocast, and the default on cuda; elsewhere fp32 is")
+    add("--no-compile", dest="compile", action="store_false", help="eager mode, without torch.compile")
 
     add = parser.add_argument_group("recovery").add_argument
     add(
         "--recipe",
         type=recipe,
         default=DEFAULT_RECIPE,
-        help=f"{', '.join(gnmr_fx.RECIPES)}, or two formats LOW:HIGH such as int2/tensor:int8/group128",
+        help=f"{', '.join(gnmr_fx.RECIPES)}, or two formats LOW:HIGH such as int2/tensor:int8/group128{shown}",
     )
-    add("--budget", type=budget, default=base.budget, help="most units on the recovery path: a number or a share (0.2)")
-    add("--alpha", type=float, default=base.alpha, help="threshold on GNMR")
-    add("--beta", type=float, default=base.beta, help="threshold on delta-GNMR")
-    add("--window", type=int, default=base.window, help="steps that delta-GNMR looks back on")
-    add("--lock", type=int, default=base.lock, help="steps that a risky unit stays on the recovery path")
-    add("--warmup", type=int, default=base.warmup, help="first steps, in which histories fill and no threshold fires")
+    add(
+        "--budget",
+        type=budget,
+        metavar="N",
+        default=base.budget,
+        help=f"most units on the recovery path at a time: a number (5) or a share of them (0.2){shown}",
+    )
+    add("--alpha", type=float, metavar="X", default=base.alpha, help=f"threshold on GNMR{shown}")
+    add("--beta", type=float, metavar="X", default=base.beta, help=f"threshold on delta-GNMR{shown}")
+    add("--window", type=int, metavar="N", default=base.window, help=f"steps that delta-GNMR looks back on{shown}")
+    add("--lock", type=int, metavar="N", default=base.lock, help=f"steps that a unit stays once recovered{shown}")
+    add("--warmup", type=int, metavar="N", default=base.warmup, help=f"first steps, when no threshold fires{shown}")
 
     add = parser.add_argument_group("what to do").add_argument
-    add("--compare", action="store_true", help="train under five policies in turn and compare them (slow)")
-    add("--out", type=Path, default=base.out, metavar="DIR", help="where the plot goes")
+    add(
+        "--compare",
+        action="store_true",
+        help="train under five policies in turn and compare them (slow)",
+    )
+    add("--out", type=Path, metavar="DIR", default=base.out, help=f"where the plot goes{shown}")
     return parser
 
 
@@ -607,10 +620,10 @@ def main(argv: Sequence[str] | None = None) -> Result:
     """
     settings = parse(argv)
     try:
+        settings.out.mkdir(parents=True, exist_ok=True)
         text = load_text(settings.text, settings.seq)
     except (OSError, ValueError) as error:
         raise SystemExit(f"error: {error}") from error
-    settings.out.mkdir(parents=True, exist_ok=True)
     print(f"text: {text.source}; {len(text.train)} bytes to train on, {len(text.validation)} to validate on")
     print(f"model: {settings.size} Llama, {settings.dtype} on {settings.device}; recipe: {settings.recipe}", flush=True)
     return (run_compare if settings.compare else run_one)(text, settings)

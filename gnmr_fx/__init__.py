@@ -1,14 +1,61 @@
 """gnmr-fx: budgeted recovery for low-precision training, as an FX graph-rewriting pass for torch.compile.
 
-    model = gnmr_fx.instrument(model)
-    model = torch.compile(model)
-    print(gnmr_fx.table(model))
+model = gnmr_fx.instrument(model)
+model = torch.compile(model)
+print(gnmr_fx.table(model))
 """
 
 from gnmr_fx.config import GnmrConfig
-from gnmr_fx.errors import *  # noqa: F403
+from gnmr_fx.errors import (
+    AlreadyInstrumentedError,
+    BudgetError,
+    ConfigError,
+    DoubleBackwardError,
+    FormatError,
+    GnmrError,
+    GnmrWarning,
+    InvariantError,
+    LazyParameterError,
+    MissingDependencyError,
+    NoRecoverableOperatorError,
+    NotInstrumentedError,
+    PatternError,
+    StateMismatchError,
+    UnknownRecipeError,
+    UnknownUnitError,
+)
 from gnmr_fx.instrument import controller, instrument, uninstrument
 from gnmr_fx.recipe import RECIPES, Format, Recipe
-from gnmr_fx.report import report, table
+from gnmr_fx.report import Report, Table, report, table
 
 __version__ = "0.1.0"
+
+__all__ = [
+    "RECIPES",
+    "AlreadyInstrumentedError",
+    "BudgetError",
+    "ConfigError",
+    "DoubleBackwardError",
+    "Format",
+    "FormatError",
+    "GnmrConfig",
+    "GnmrError",
+    "GnmrWarning",
+    "InvariantError",
+    "LazyParameterError",
+    "MissingDependencyError",
+    "NoRecoverableOperatorError",
+    "NotInstrumentedError",
+    "PatternError",
+    "Recipe",
+    "Report",
+    "StateMismatchError",
+    "Table",
+    "UnknownRecipeError",
+    "UnknownUnitError",
+    "controller",
+    "instrument",
+    "report",
+    "table",
+    "uninstrument",
+]

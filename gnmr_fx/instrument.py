@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
 import types
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -74,9 +73,9 @@ def instrument(
     """Give ``model`` budgeted recovery, in place; returns the same object.
 
     Projections (``F.linear``, ``addmm``, ``matmul``, ``einsum``, grouped GEMM against a parameter) keep the activation
-    they need for the backward in the low-cost format of ``recipe``, or, for at most ``max_active`` of them at a time, in
-    its recovery format. Outputs and input gradients do not change at all. Parameters, ``state_dict()``, class and
-    training loop stay as they are, and so does everything in ``eval()`` and under ``no_grad``.
+    they need for the backward in the low-cost format of ``recipe``, or, for at most ``max_active`` of them at a time,
+    in its recovery format. Outputs do not change at all. Parameters, ``state_dict()``, class and training loop stay as
+    they are, and so does everything in ``eval()`` and under ``no_grad``.
 
     Args:
         model: any module. Compile it, wrap it (DDP), move it before or after.
@@ -107,9 +106,7 @@ def instrument(
 
 def install(model: nn.Module, plan: Plan, config: GnmrConfig, max_active: int | float) -> ModelController:
     """Put a checked plan into force on its model."""
-    units = [
-        Unit(spec, index, model.get_submodule(spec.owner)) for index, spec in enumerate(plan.units)
-    ]
+    units = [Unit(spec, index, model.get_submodule(spec.owner)) for index, spec in enumerate(plan.units)]
     controller = ModelController(units, plan.recipe, config, max_active, seed=torch.initial_seed() & _SEED_MASK)
     index_of = {unit.name: unit.index for unit in units}
     controller.left_alone, controller.capture_note, controller.forwards = plan.left_alone, plan.capture_note, []
@@ -192,6 +189,6 @@ def _patterns(option: str, patterns: Iterable[str] | str | None) -> tuple[str, .
     if patterns is None:
         return None
     found = (patterns,) if isinstance(patterns, str) else tuple(patterns)
-    if not found and option == "include" or not all(isinstance(p, str) and p for p in found):
+    if (not found and option == "include") or not all(isinstance(p, str) and p for p in found):
         raise PatternError(f"{option}: expected one or more glob patterns on module paths, found {patterns!r}")
     return found

@@ -20,9 +20,10 @@ _VIEWS: frozenset[Any] = frozenset({
     Tensor.__getitem__, Tensor.t, Tensor.transpose, Tensor.permute, Tensor.view, Tensor.reshape, Tensor.contiguous,
     Tensor.select, Tensor.narrow, Tensor.unsqueeze, Tensor.squeeze, Tensor.flatten, Tensor.to, Tensor.float,
     Tensor.bfloat16, Tensor.half, Tensor.type_as, Tensor.swapaxes, Tensor.movedim, Tensor.expand, Tensor.index_select,
-    Tensor.T.__get__, Tensor.mT.__get__, torch.t, torch.transpose, torch.permute, torch.reshape, torch.select,
+    vars(torch._C.TensorBase)["T"].__get__, vars(torch._C.TensorBase)["mT"].__get__,
+    torch.t, torch.transpose, torch.permute, torch.reshape, torch.select,
     torch.narrow, torch.unsqueeze, torch.squeeze, torch.flatten, torch.swapaxes, torch.movedim, torch.index_select,
-})  # type: ignore[attr-defined]  # fmt: skip
+})  # fmt: skip
 """Operations whose result is still the weight: another view, a slice, another dtype."""
 _SPLITS: frozenset[Any] = frozenset({Tensor.chunk, Tensor.split, Tensor.unbind, torch.chunk, torch.split, torch.unbind})
 
@@ -123,8 +124,9 @@ def _attention_with_linear() -> Callable[..., Any]:
     A torch-function mode sees that function as one call and is not active inside it, so its own projections cannot be
     intercepted; and Dynamo cannot follow functions whose globals are exchanged at run time.
     """
-    functions = (F._in_projection_packed, F._in_projection, F.multi_head_attention_forward)
-    transform = _TakeLinear(frozenset(f.__name__ for f in functions))
+    names = ("_in_projection_packed", "_in_projection", "multi_head_attention_forward")
+    functions = [getattr(F, name) for name in names]
+    transform = _TakeLinear(frozenset(names))
     # No __name__: these are not the globals of a module that can be imported, and Dynamo must not take them for one.
     scope = {name: value for name, value in vars(F).items() if name != "__name__"}
     scope["has_torch_function"] = lambda _: False

@@ -26,7 +26,7 @@ from torch._library.fake_impl import allocate_size
 
 from gnmr_fx import kernels
 from gnmr_fx.errors import DoubleBackwardError
-from gnmr_fx.formats import Encoded, payload_shape, scales_shape, payload_dtype
+from gnmr_fx.formats import Encoded, payload_dtype, payload_shape, scales_shape
 from gnmr_fx.projections import KINDS
 from gnmr_fx.recipe import Format
 from gnmr_fx.units import Handle, observe
@@ -155,8 +155,8 @@ class _Guarded(torch.autograd.Function):
     def backward(ctx: Any, g: Tensor) -> tuple[Any, ...]:
         if not torch.compiler.is_compiling() and torch.is_grad_enabled():
             raise DoubleBackwardError(
-                "expected a first-order backward, found create_graph=True through an operator guarded by gnmr-fx, whose "
-                "activation is stored quantized, so second derivatives would be wrong; call "
+                "expected a first-order backward, found create_graph=True through an operator guarded by gnmr-fx, "
+                "whose activation is stored quantized, so second derivatives would be wrong; call "
                 "gnmr_fx.uninstrument(model) or exclude these operators (exclude=...) for this computation"
             )
         w, low_payload, low_scales, high_payload, high_scales, *rest = ctx.saved_tensors
@@ -167,14 +167,19 @@ class _Guarded(torch.autograd.Function):
             grad_x = projection.grad_input(g, w, offs, ctx.extra, ctx.x_shape)
         if ctx.needs_input_grad[1]:
             x = torch.ops.gnmr_fx.restore(
-                low_payload, low_scales, high_payload, high_scales, ctx.low, ctx.high, stored_shape(ctx.x_shape), ctx.x_dtype
+                low_payload,
+                low_scales,
+                high_payload,
+                high_scales,
+                ctx.low,
+                ctx.high,
+                stored_shape(ctx.x_shape),
+                ctx.x_dtype,
             ).view(ctx.x_shape)
             grad_w = projection.grad_weight(g, x, offs, ctx.extra, w.shape)
         if ctx.b_shape is not None and ctx.needs_input_grad[2]:
             grad_b = g.sum_to_size(ctx.b_shape)
         return grad_x, grad_w, grad_b, None, None, None, None, None, None, None, None, None
-
-
 
 
 def stock_projection(kind: str, extra: str, x: Tensor, w: Tensor, b: Tensor | None, offs: Tensor | None) -> Tensor:
@@ -185,7 +190,7 @@ def stock_projection(kind: str, extra: str, x: Tensor, w: Tensor, b: Tensor | No
 
 
 def stored_shape(shape: Any) -> list[Any]:
-    """The shape that an activation of ``shape`` is stored in: columns as rows, or each element had a scale of its own."""
+    """The shape that an activation of ``shape`` is stored in: columns as rows, or each element had its own scale."""
     return [*shape[:-2], 1, shape[-2]] if len(shape) > 1 and shape[-1] == 1 else list(shape)
 
 

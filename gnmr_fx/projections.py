@@ -14,7 +14,6 @@ offsets of a grouped GEMM (else None):
 
 from __future__ import annotations
 
-import functools
 import operator
 import string
 from collections.abc import Callable, Mapping
@@ -118,16 +117,15 @@ def _einsum_grad_weight(g: Tensor, x: Tensor, offs: Tensor | None, extra: str, w
     return torch.einsum(f"{out},{xs}->{ws}", g, x)
 
 
-@functools.cache
 def _in_output_order(equation: str) -> tuple[str, str, str]:
     """The parts of ``equation``, renamed so that the indices of the output come first in the alphabet, in its order.
 
     ``torch.einsum`` sums over several indices in alphabetical order, autograd in the order of the output.
     """
-    parts = split_equation(equation)
-    order = dict.fromkeys(parts[2] + "".join(sorted(parts[0] + parts[1])))
-    names = str.maketrans(dict(zip(order, string.ascii_letters, strict=False)))
-    return parts[0].translate(names), parts[1].translate(names), parts[2].translate(names)
+    xs, ws, out = split_equation(equation)
+    order = out + "".join(sorted(c for c in set(xs + ws) if c not in out))
+    xs, ws, out = ("".join([string.ascii_letters[order.index(c)] for c in part]) for part in (xs, ws, out))
+    return xs, ws, out
 
 
 def _grouped(x: Tensor, w: Tensor, b: Tensor | None, offs: Tensor | None, extra: str) -> Tensor:
@@ -257,11 +255,17 @@ def is_projection(func: Any) -> bool:
     """Whether ``func`` (a function, a method name, or a torch operator) is one of the covered operators."""
     if isinstance(func, str):
         return func in _METHODS
-    return func in PROJECTIONS or (isinstance(func, torch._ops.OpOverloadPacket | torch._ops.OpOverload) and _is_hf_grouped(func))
+    return func in PROJECTIONS or (
+        isinstance(func, torch._ops.OpOverloadPacket | torch._ops.OpOverload) and _is_hf_grouped(func)
+    )
 
 
 def match(
-    func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], is_weight: Callable[[Any], bool], dim: Callable[[Any], int]
+    func: Any,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    is_weight: Callable[[Any], bool],
+    dim: Callable[[Any], int],
 ) -> Call | str | None:
     """Sort out the operands of a call.
 
@@ -305,8 +309,14 @@ def _bind(args: tuple[Any, ...], kwargs: Mapping[str, Any], names: tuple[str, ..
     return tuple(args[i] if i < len(args) else kwargs.get(name) for i, name in enumerate(names))
 
 
-def _match_addmm(args: tuple[Any, ...], kwargs: Mapping[str, Any], is_weight: Callable[[Any], bool]) -> Call | str | None:
-    b, x, w = _bind(args, kwargs, ("input", "mat1" if "batch1" not in kwargs else "batch1", "mat2" if "batch2" not in kwargs else "batch2"))
+def _match_addmm(
+    args: tuple[Any, ...], kwargs: Mapping[str, Any], is_weight: Callable[[Any], bool]
+) -> Call | str | None:
+    b, x, w = _bind(
+        args,
+        kwargs,
+        ("input", "mat1" if "batch1" not in kwargs else "batch1", "mat2" if "batch2" not in kwargs else "batch2"),
+    )
     if not is_weight(w):
         return "addmm with the weight as its first factor" if is_weight(x) else None
     if kwargs.get("alpha", 1) != 1 or kwargs.get("beta", 1) != 1:

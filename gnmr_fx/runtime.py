@@ -60,11 +60,11 @@ class Event(NamedTuple):
 
 
 class Site(NamedTuple):
-    """A handle's place: ``getattr(module, attribute)`` is a handle of unit ``index``."""
+    """A handle's place: ``getattr(module, attribute)`` is a handle of the unit of index ``unit``."""
 
     module: nn.Module
     attribute: str
-    index: int
+    unit: int
 
 
 class Controller:
@@ -102,6 +102,8 @@ class Controller:
         self._times_recovered = torch.zeros(len(self.units), dtype=torch.int64)
         self._steps_recovered = torch.zeros(len(self.units), dtype=torch.int64)
         self._seconds = 0.0
+        self._optimizer_hook: Any
+        self._hooks: list[Any]
         self._reset_step()
         self._detached()
 
@@ -253,7 +255,7 @@ class Controller:
     def connect(self) -> None:
         """Give every site its handle and start listening to gradients and optimizer steps."""
         for site in self.sites:
-            object.__setattr__(site.module, site.attribute, self.handle(site.index))
+            object.__setattr__(site.module, site.attribute, self.handle(site.unit))
         register_observer(self.flags, self)
         reference = weakref.ref(self)
         self._optimizer_hook = register_optimizer_step_post_hook(_OptimizerHook(reference))
@@ -272,8 +274,8 @@ class Controller:
         self._detached()
 
     def _detached(self) -> None:
-        self._optimizer_hook: Any = None
-        self._hooks: list[Any] = [(None, None)] * len(self.units)
+        self._optimizer_hook = None
+        self._hooks = [(None, None)] * len(self.units)
         self._foreign_steps = 0
         self._warned_foreign = False
 
@@ -448,7 +450,7 @@ def _remove_hook(weight: Tensor | None, hook: Any) -> None:
         return
     hook.remove()
     if not weight._post_accumulate_grad_hooks:
-        weight._post_accumulate_grad_hooks = None  # as it was: registering leaves an empty dict behind
+        weight._post_accumulate_grad_hooks = None  # type: ignore[assignment]  # as it was: registering leaves an empty dict behind
 
 
 def gradient_norms(gradients: list[Tensor]) -> Tensor:

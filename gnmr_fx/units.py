@@ -52,7 +52,11 @@ class Memo:
         """Remember that ``x`` is encoded as ``encoded``."""
         if key is None:
             return
-        self._entries[key] = (StorageWeakRef(x.untyped_storage()), TensorWeakRef(encoded.payload), TensorWeakRef(encoded.scales))
+        self._entries[key] = (
+            StorageWeakRef(x.untyped_storage()),
+            TensorWeakRef(encoded.payload),
+            TensorWeakRef(encoded.scales),
+        )
         while len(self._entries) > self.MAX_ENTRIES:
             self._entries.popitem(last=False)
 
@@ -205,7 +209,7 @@ def unregister_observer(flags: Tensor) -> None:
 
 def observe(guard: Tensor, shape: torch.Size, dtype: torch.dtype) -> None:
     """Record that the operator guarded by ``guard`` has stored an activation."""
-    offset = guard.storage_offset()
+    offset = int(guard.storage_offset())
     controller = _OBSERVERS.get(guard.data_ptr() - offset * guard.element_size())
     if controller is not None:
         controller.units[offset].observation.add(shape, dtype)

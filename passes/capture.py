@@ -54,7 +54,7 @@ def capture(plan: Plan) -> Plan:
 
 
 def split_inputs(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Example inputs as (args, kwargs): a mapping is keyword arguments, a tuple or list positional, else one argument."""
+    """Example inputs as (args, kwargs): a mapping is keyword, a tuple or list positional arguments, else it is one."""
     if isinstance(inputs, Mapping):
         return (), dict(inputs)
     if isinstance(inputs, tuple | list):
@@ -164,7 +164,12 @@ def operator_name(target: Any) -> str:
     """A short name for the table: ``linear``, ``addmm``, ``matmul``, ``grouped_mm``."""
     name = target if isinstance(target, str) else getattr(target, "__name__", str(target))
     name = name.removesuffix(".default").rpartition(".")[2]
-    aliases = {"_grouped_mm": "grouped_mm", "grouped_mm_fallback": "grouped_mm", "__matmul__": "matmul", "__rmatmul__": "matmul"}
+    aliases = {
+        "_grouped_mm": "grouped_mm",
+        "grouped_mm_fallback": "grouped_mm",
+        "__matmul__": "matmul",
+        "__rmatmul__": "matmul",
+    }
     return aliases.get(name, name)
 
 

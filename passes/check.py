@@ -54,7 +54,7 @@ def _inputs(graph: fx.Graph) -> list[str]:
 
 
 def _structure(output: fx.Node) -> str:
-    return str(fx.node.map_arg(output.args[0], lambda _: "*"))  # type: ignore[arg-type, return-value]
+    return str(fx.node.map_arg(output.args[0], lambda _: "*"))
 
 
 def _require(condition: bool, invariant: str, where: str) -> None:

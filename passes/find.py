@@ -14,7 +14,7 @@ import dis
 import inspect
 import types
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -88,12 +88,15 @@ def _look(model: nn.Module) -> tuple[list[Finding], list[LeftAlone]]:
         kind = next((entry for entry in _NOT_PROJECTIONS if isinstance(module, entry[0])), None)
         if kind is not None:
             weights = [(n, p) for n, p in module.named_parameters(recurse=False) if p.dim() >= 2]
-            left += [LeftAlone(_join(path, n.removesuffix("weight")), kind[1], tuple(p.shape), kind[2]) for n, p in weights[:1]]
+            left += [
+                LeftAlone(_join(path, n.removesuffix("weight")), kind[1], tuple(p.shape), kind[2])
+                for n, p in weights[:1]
+            ]
             continue
         if parametrize.is_parametrized(module):
             left += [
                 LeftAlone(_join(path, name), "parametrized", (), "the weight is computed by a parametrization")
-                for name in module.parametrizations  # type: ignore[union-attr]
+                for name in module.parametrizations
             ]
             continue
         for name, parameter in module.named_parameters(recurse=False):
@@ -151,7 +154,13 @@ def graph_calls(module: nn.Module, graph: fx.Graph) -> Iterator[tuple[fx.Node, C
             continue
         if node.op not in ("call_function", "call_method"):
             continue
-        call = match(node.target, node.args, node.kwargs, lambda v: isinstance(v, fx.Node) and v in weights, lambda v: dims.get(v, UNKNOWN))
+        call = match(
+            node.target,
+            node.args,
+            node.kwargs,
+            lambda v: isinstance(v, fx.Node) and v in weights,
+            lambda v: dims.get(v, UNKNOWN),
+        )
         if call is not None:
             if isinstance(call, Call):
                 call.weight.meta["read_by"] = node.target
@@ -203,7 +212,7 @@ def _restore_optional_bias(module: nn.Module, graph: fx.Graph) -> None:
     """A bias registered as None was traced as the constant None: read it from the module again."""
     import torch.nn.functional as F
 
-    if "bias" not in module._parameters or module.bias is not None:
+    if "bias" not in module._parameters or module._parameters["bias"] is not None:
         return
     for node in list(graph.nodes):
         if node.target is F.linear and len(node.args) == 3 and node.args[2] is None:
@@ -222,8 +231,13 @@ def _is_straight_line(module: nn.Module) -> bool:
     if code.co_exceptiontable or code.co_argcount < 2:
         return False
     own_name = code.co_varnames[0]
-    instructions = [i for i in dis.get_instructions(forward) if i.opname not in ("CACHE", "RESUME", "NOP", "PUSH_NULL", "PRECALL")]
-    if any(i.opcode in _JUMPS or i.opname in ("MAKE_FUNCTION", "STORE_ATTR", "STORE_GLOBAL", "IMPORT_NAME") for i in instructions):
+    instructions = [
+        i for i in dis.get_instructions(forward) if i.opname not in ("CACHE", "RESUME", "NOP", "PUSH_NULL", "PRECALL")
+    ]
+    if any(
+        i.opcode in _JUMPS or i.opname in ("MAKE_FUNCTION", "STORE_ATTR", "STORE_GLOBAL", "IMPORT_NAME")
+        for i in instructions
+    ):
         return False
     if any(i.opname == "LOAD_GLOBAL" and not _is_torch(forward.__globals__.get(str(i.argval))) for i in instructions):
         return False
@@ -250,7 +264,9 @@ def _names(instruction: dis.Instruction) -> tuple[str, ...]:
 def _is_torch(value: Any) -> bool:
     if isinstance(value, types.ModuleType):
         return value.__name__.partition(".")[0] == "torch"
-    return callable(value) and str(getattr(value, "__module__", "")).partition(".")[0] in ("torch", "_operator") or value is torch.einsum
+    return (
+        callable(value) and str(getattr(value, "__module__", "")).partition(".")[0] in ("torch", "_operator")
+    ) or value is torch.einsum
 
 
 def _reads_tensor_or_module(module: nn.Module, instruction: dis.Instruction) -> bool:
@@ -269,7 +285,9 @@ def children_weights_in_code(module: nn.Module) -> list[str]:
     multiplies = False
     for code in _own_code(module):
         instructions = [i for i in dis.get_instructions(code) if i.opname not in ("CACHE", "NOP")]
-        multiplies |= bool(_PRODUCTS & set(code.co_names)) or any(i.opname == "BINARY_OP" and i.argrepr == "@" for i in instructions)
+        multiplies |= bool(_PRODUCTS & set(code.co_names)) or any(
+            i.opname == "BINARY_OP" and i.argrepr == "@" for i in instructions
+        )
         own_name = code.co_varnames[0] if code.co_varnames else ""
         for index, instruction in enumerate(instructions):
             if _names(instruction)[-1:] == (own_name,):
@@ -289,7 +307,9 @@ def _attribute_chain(module: nn.Module, instructions: Sequence[dis.Instruction])
         value = getattr(value, names[-1], None)
         if isinstance(value, nn.Parameter):
             after = instructions[at + 1] if at + 1 < len(instructions) else None
-            reads_metadata = after is not None and after.opname == "LOAD_ATTR" and after.argval in ("dtype", "device", "shape")
+            reads_metadata = (
+                after is not None and after.opname == "LOAD_ATTR" and after.argval in ("dtype", "device", "shape")
+            )
             fit = len(names) > 1 and value.dim() >= 2 and not _unfit(value) and not reads_metadata
             return ".".join(names) if fit else None
     return None
@@ -305,7 +325,11 @@ def _own_code(module: nn.Module) -> Iterator[types.CodeType]:
             continue
         seen.add(code)
         yield code
-        todo += [m for name in code.co_names if isinstance(m := inspect.getattr_static(type(module), name, None), types.FunctionType)]
+        todo += [
+            m
+            for name in code.co_names
+            if isinstance(m := inspect.getattr_static(type(module), name, None), types.FunctionType)
+        ]
 
 
 def _attribute(module: nn.Module, path: str) -> Any:
@@ -325,7 +349,11 @@ def _merge_captured(plan: Plan, findings: list[Finding]) -> tuple[list[Finding],
     paths = weight_paths(plan.model)
     operators = {(call.site, call.weight): call.operator for call in plan.calls if not call.reason}
     confirmed: list[Finding] = []
-    left = [LeftAlone(call.weight.removesuffix(".weight"), call.operator, (), call.reason) for call in plan.calls if call.reason]
+    left = [
+        LeftAlone(call.weight.removesuffix(".weight"), call.operator, (), call.reason)
+        for call in plan.calls
+        if call.reason
+    ]
     for finding in findings:
         weight = plan.model.get_submodule(finding.site).get_parameter(finding.weight)
         operator = operators.pop((finding.site, paths[id(weight)]), None)
@@ -429,8 +457,8 @@ def _nothing_found(plan: Plan, left: list[LeftAlone]) -> str:
             "name them in include=[...] to have them guarded"
         )
     return (
-        f"expected a model with projections (linear, matmul, addmm, einsum, grouped GEMM against a parameter), found none "
-        f"in {type(plan.model).__name__}; if it has one, pass example_inputs so that its forward can be captured"
+        f"expected a model with projections (linear, matmul, addmm, einsum, grouped GEMM against a parameter), found "
+        f"none in {type(plan.model).__name__}; if it has one, pass example_inputs so that its forward can be captured"
     )
 
 

@@ -44,7 +44,9 @@ def group(plan: Plan) -> Plan:
         replace(
             unit,
             shares_input_with=tuple(other.name for other in plan.units if other.name in shares[unit.name]),
-            note="attention keeps its output, this unit's input, as well" if unit.name in kept_by_attention else unit.note,
+            note="attention keeps its output, this unit's input, as well"
+            if unit.name in kept_by_attention
+            else unit.note,
         )
         for unit in plan.units
     )
@@ -75,7 +77,9 @@ def _dataflow(plan: Plan, calls: list[tuple[fx.Node, str]]) -> nx.DiGraph:
         units_at[node].append(name)
     reached: dict[fx.Node, frozenset[str]] = {}  # the units whose output a node's value depends on directly
     for node in plan.graph.nodes:
-        sources = frozenset().union(*(reached[n] for n in node.all_input_nodes)) if node.all_input_nodes else frozenset()
+        sources = (
+            frozenset().union(*(reached[n] for n in node.all_input_nodes)) if node.all_input_nodes else frozenset()
+        )
         if node in units_at:
             *first, last = units_at[node]  # several in an attention call, where all others feed the last
             graph.add_edges_from((source, name) for source in sources for name in first or [last] if source != name)

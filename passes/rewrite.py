@@ -76,7 +76,16 @@ def guard_projections(module: nn.Module, graph: fx.Graph, handles: Mapping[str, 
             training = graph.create_node("get_attr", "training")
             guarded = graph.call_function(
                 guarded_projection,
-                (call.kind, call.extra, replaced.get(call.x, call.x), call.weight, call.bias, call.offs, handle, training),
+                (
+                    call.kind,
+                    call.extra,
+                    replaced.get(call.x, call.x),
+                    call.weight,
+                    call.bias,
+                    call.offs,
+                    handle,
+                    training,
+                ),
             )
         guarded.meta = {**node.meta, "gnmr_handle": handle.target}
         replaced[node] = guarded

@@ -87,7 +87,12 @@ class _Manages(nn.Linear):
 
 @pytest.mark.parametrize(
     "module",
-    [Branching(), ReadsTraining(), Ellipsis_(), *(cls(4, 4) for cls in (_Loops, _Configured, _Helped, _Stores, _Variadic, _Manages))],
+    [
+        Branching(),
+        ReadsTraining(),
+        Ellipsis_(),
+        *(cls(4, 4) for cls in (_Loops, _Configured, _Helped, _Stores, _Variadic, _Manages)),
+    ],
     ids=lambda module: type(module).__name__,
 )
 def test_forwards_that_may_take_another_way_are_not_traced(module):
@@ -162,7 +167,9 @@ def test_what_the_captured_forward_does_not_multiply_with_is_left_alone():
     assert names(found(Table())) == ["table", "linear"]  # nobody knows yet
     plan = found(Table(), torch.randn(2, 8))
     assert names(plan) == ["linear"]
-    assert [(i.name, i.reason) for i in plan.left_alone] == [("table", "no projection reads it in the captured forward")]
+    assert [(i.name, i.reason) for i in plan.left_alone] == [
+        ("table", "no projection reads it in the captured forward")
+    ]
 
 
 def test_include_and_exclude():

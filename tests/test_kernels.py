@@ -97,7 +97,7 @@ def test_fused_is_readable_bit_for_bit(fmt: Format, dtype: torch.dtype) -> None:
             assert_fused_is_readable(y, fmt)
     assert len(kernels._kernels) - built <= 2
     # Many steps of very different sizes, and values that are not finite.
-    wide = torch.randn(9, group, dtype=torch.float64).pow(9).to(dtype)
+    wide = torch.randn(9, group, dtype=torch.float64).pow(9).clamp(-3e4, 3e4).to(dtype)
     assert_fused_is_readable(wide, fmt)
     wide = wide.clone()
     wide[2, 3], wide[4, 5], wide[6, 7] = torch.inf, -torch.inf, torch.nan

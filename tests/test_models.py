@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -48,7 +49,9 @@ class Run(NamedTuple):
     grads: dict[str, Tensor]
 
 
+@functools.cache
 def make(name: str, recipe: str, dtype: torch.dtype = torch.float32) -> Pair:
+    """Made once per process, with the capture that it takes: tests set guards, and leave all else as it is."""
     torch.manual_seed(0)
     case = CASES[name]
     stock = cast(case.build(), dtype)
@@ -57,18 +60,12 @@ def make(name: str, recipe: str, dtype: torch.dtype = torch.float32) -> Pair:
     return Pair(case, stock, stock._replace(model=model), gnmr_fx.controller(model))
 
 
-@functools.cache
-def lossy(name: str) -> Pair:
-    """Made once per process: tests set its guards and read its gradients, and change nothing else."""
-    return make(name, LOSSY)
-
-
 def run(built: Built, call: Callable[..., Any] | None = None, *, autocast: bool = False) -> Run:
     """One forward and backward of ``call``, by default the model itself; gradients of its parameters by name."""
     built.model.zero_grad(set_to_none=True)
     # A context of its own: it keeps the weights it has cast, which changes the order in which gradients are summed.
     with torch.autocast("cpu", torch.bfloat16) if autocast else contextlib.nullcontext():
-        out = (call or built.model)(*built.args, **built.kwargs)
+        out = (built.model if call is None else call)(*built.args, **built.kwargs)
         loss = built.loss(out)
     loss.backward()
     outputs = [t.detach().clone() for t in (*tree_leaves(out), loss) if isinstance(t, Tensor)]
@@ -222,7 +219,7 @@ def test_recovery_path_is_the_stock_model_bitwise_in_bf16(name: str) -> None:
 @pytest.mark.parametrize("guards", ["low", "mixed"])
 @pytest.mark.parametrize("name", CASES)
 def test_only_weight_gradients_of_units_change(name: str, guards: str) -> None:
-    pair = lossy(name)
+    pair = make(name, LOSSY)
     pair.controller.force("low" if guards == "low" else mixed(pair.controller))
     found, stock = run(pair.built), run(pair.stock)
     units = unit_parameters(pair)
@@ -237,7 +234,7 @@ def test_only_weight_gradients_of_units_change(name: str, guards: str) -> None:
 
 @pytest.mark.parametrize("name", CASES)
 def test_number_of_units(name: str) -> None:
-    pair = lossy(name)
+    pair = make(name, LOSSY)
     assert len(pair.controller.units) == pair.case.units
 
 
@@ -273,7 +270,7 @@ def test_excluded_projection_of_attention_is_stock() -> None:
 
 def test_branches_of_an_intercepted_forward_are_taken_anew() -> None:
     """Neither the optional argument, nor ``self.training``, nor the number of repeats is baked in."""
-    pair = make("branching", LOSSLESS)
+    pair = make.__wrapped__("branching", LOSSLESS)
     pair.controller.force("high")
     kinds = {f.module: f.forward.kind for f in pair.controller.forwards}
     assert kinds[pair.built.model.block] == "intercepted"
@@ -317,7 +314,7 @@ class KernelsWithWeights(TorchDispatchMode):
 
 @pytest.mark.parametrize("name", CASES)
 def test_no_multiplied_weight_is_missed(name: str) -> None:
-    pair = lossy(name)
+    pair = make(name, LOSSY)
     with WeightsMultiplied() as functions, KernelsWithWeights() as kernels:
         pair.stock.model(*pair.stock.args, **pair.stock.kwargs)
     seen = functions.seen | kernels.seen
@@ -336,14 +333,17 @@ def test_no_multiplied_weight_is_missed(name: str) -> None:
 
 # Compiled -------------------------------------------------------------------------------------------------------------
 
-FLIP = 2.5e-3
-"""Relative change of a weight gradient that differently rounded activations can make through a 4-bit format.
+def flip_tolerance(numel: int) -> float:
+    """Relative change of a weight gradient that differently rounded activations can make through a 4-bit format.
 
-Inductor fuses and reorders sums: activations differ by up to about 32 fp32 roundings of their range R, 32 * 2**-24 * R.
-A step of a 4-bit code is R / 15, so at most a share p = 2 * 15 * 32 * 2**-24 = 6e-5 of the codes lies that near to the
-border between two of them and may flip, by one step. All codes together err by step / sqrt(12) in the mean square and
-change a gradient by about 0.1; those that flip err by a whole step: 0.1 * sqrt(12 * p) = 2.7e-3.
-"""
+    Inductor fuses and reorders sums: activations differ by up to about 32 fp32 roundings of their range R, 32 * 2**-24 * R.
+    A step of a 4-bit code is R / 15, so at most a share p = 2 * 15 * 32 * 2**-24 of the codes lies that near to the border
+    between two of them and may flip, by one step. All codes together err by step / sqrt(12) in the mean square and change
+    a gradient by about 0.1, so n flips among ``numel`` change it by 0.1 * sqrt(12 * n / numel): here for the expected
+    number and one more, at places where the output gradient is twice its usual size.
+    """
+    share = 2 * 15 * 32 * 2**-24
+    return 2 * 0.1 * math.sqrt(12 * (1 + share * numel) / numel)
 
 
 def forget_observations(controller: ModelController) -> None:
@@ -365,7 +365,7 @@ def guard_states(controller: ModelController) -> Iterator[Any]:
 def check_compiled(name: str, backend: str, *, exact_codes: bool) -> None:
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    pair = lossy(name)
+    pair = make(name, LOSSY)
     controller = pair.controller
     forget_observations(controller)
     controller.force("low")
@@ -374,6 +374,7 @@ def check_compiled(name: str, backend: str, *, exact_codes: bool) -> None:
     if not pair.case.fullgraph:  # sizes that depend on the data become dynamic at their second value
         run(pair.built, compiled)
     assert unseen(controller) == []
+    smallest = min(math.prod(shape) for unit in controller.units for shape, _ in unit.observation.current)
     graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     assert graphs == 1 or not pair.case.fullgraph
     with torch._dynamo.config.patch(error_on_recompile=True):
@@ -389,7 +390,7 @@ def check_compiled(name: str, backend: str, *, exact_codes: bool) -> None:
             assert_close({n: found.grads[n] for n in others}, {n: eager.grads[n] for n in others}, ROUNDING)
             for parameter in unit_parameters(pair):
                 error = (found.grads[parameter] - eager.grads[parameter]).norm() / eager.grads[parameter].norm()
-                assert error <= FLIP, parameter
+                assert error <= flip_tolerance(smallest), parameter
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs
 
 
@@ -410,7 +411,7 @@ def test_inductor_equals_eager(name: str) -> None:
 
 @pytest.mark.parametrize("name", CASES)
 def test_eager_observes_every_unit(name: str) -> None:
-    pair = lossy(name)
+    pair = make(name, LOSSY)
     forget_observations(pair.controller)
     pair.controller.force("low")
     run(pair.built)
@@ -431,8 +432,8 @@ def test_all_kinds_of_forward_are_covered() -> None:
     operators: set[str] = set()
     kinds: set[str] = set()
     for name in CASES:
-        operators |= {part for unit in lossy(name).controller.units for part in unit.spec.operator.split("/")}
-        kinds |= {installed.forward.kind for installed in lossy(name).controller.forwards}
+        operators |= {part for unit in make(name, LOSSY).controller.units for part in unit.spec.operator.split("/")}
+        kinds |= {installed.forward.kind for installed in make(name, LOSSY).controller.forwards}
     assert kinds == {"traced", "intercepted"}
     assert {"linear", "addmm", "matmul", "einsum", "grouped_mm", "bmm"} <= operators
 

@@ -14,7 +14,18 @@ from gnmr_fx.projections import KINDS
 from gnmr_fx.recipe import Format, Recipe
 from gnmr_fx.units import Handle, Memo, Observation
 
-FORMATS = ["int2", "int4", "int8", "fp8_e4m3", "fp8_e5m2", "bf16", "none", "int4/token", "int8/tensor", "int4/group32/stochastic"]
+FORMATS = [
+    "int2",
+    "int4",
+    "int8",
+    "fp8_e4m3",
+    "fp8_e5m2",
+    "bf16",
+    "none",
+    "int4/token",
+    "int8/tensor",
+    "int4/group32/stochastic",
+]
 
 
 def handle(low: str, high: str, active: bool) -> Handle:
@@ -88,7 +99,9 @@ def test_non_finite_activations_are_not_hidden(fmt):
         x[2, 7] = bad
         w = torch.randn(8, 300, requires_grad=True)
         stock = torch.autograd.grad(F.linear(x, w).sum(), w)[0]
-        ours = torch.autograd.grad(guarded_projection("linear", "", x, w, None, None, handle(fmt, "none", False), True).sum(), w)[0]
+        ours = torch.autograd.grad(
+            guarded_projection("linear", "", x, w, None, None, handle(fmt, "none", False), True).sum(), w
+        )[0]
         assert not ours[~stock.isfinite()].isfinite().any()
 
 
@@ -121,7 +134,9 @@ def test_no_input_gradient_is_made_for_an_input_that_needs_none(monkeypatch):
 
     monkeypatch.setattr(ops, "KINDS", {"linear": replace(KINDS["linear"], grad_input=refuse)})
     w = torch.randn(8, 8, requires_grad=True)
-    guarded_projection("linear", "", torch.randn(4, 8), w, None, None, handle("int4", "int8", False), True).sum().backward()
+    guarded_projection(
+        "linear", "", torch.randn(4, 8), w, None, None, handle("int4", "int8", False), True
+    ).sum().backward()
     assert w.grad is not None
 
 
@@ -144,7 +159,9 @@ def test_bytes_are_really_packed(low, per_element):
     x = torch.randn(64, 256, dtype=torch.bfloat16)
     w = torch.randn(1, 256, dtype=torch.bfloat16, requires_grad=True)
     h = handle(low, "none", False)
-    kept = kept_bytes(lambda: guarded_projection("linear", "", x, w, None, None, h, True)) - w.untyped_storage().nbytes()
+    kept = (
+        kept_bytes(lambda: guarded_projection("linear", "", x, w, None, None, h, True)) - w.untyped_storage().nbytes()
+    )
     scales = 64 * 2 * (4 if low.startswith("int") else 2)
     assert kept == 64 * 256 * per_element + scales
 

@@ -98,7 +98,9 @@ def test_normal_form_of_einsum(equation, dims, at, expected):
 
 def found(func, *args, **kwargs):  # type: ignore[no-untyped-def]
     """Match with the strings that begin with w as weights."""
-    return match(func, args, kwargs, lambda v: isinstance(v, str) and v.startswith("w"), lambda v: 3 if v == "w3" else 2)
+    return match(
+        func, args, kwargs, lambda v: isinstance(v, str) and v.startswith("w"), lambda v: 3 if v == "w3" else 2
+    )
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +25,13 @@ CONFIG = gnmr_fx.GnmrConfig(alpha=1.2, beta=1.2, window=3, lock_steps=4, warmup_
 PNG = b"\x89PNG\r\n\x1a\n"
 
 
-@pytest.fixture(autouse=True)
-def _readable_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(autouse=True, scope="module")
+def _readable_kernels() -> Iterator[None]:
     """Store by the readable code, which stores the same bits: building kernels takes seconds each."""
-    monkeypatch.setattr(kernels, "encode", formats.encode)
-    monkeypatch.setattr(kernels, "decode", formats.decode)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernels, "encode", formats.encode)
+        patch.setattr(kernels, "decode", formats.decode)
+        yield
 
 
 class Shared(nn.Module):
@@ -79,10 +81,12 @@ def noisy(steps: int, width: int = 40) -> list[Tensor]:
     return [torch.randn(8, width, generator=generator) * (6.0 if step % 7 == 6 else 1.0) for step in range(steps)]
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def trained() -> nn.Module:
+    """A model after 24 steps, some of them with recovery; tests only look at it."""
+    torch.manual_seed(0)
     model = gnmr_fx.instrument(chain(4), max_active=2, config=CONFIG)
-    train(model, noisy(30))
+    train(model, noisy(24))
     return model
 
 
@@ -336,7 +340,7 @@ def test_periods_are_the_guards_step_by_step() -> None:
     model = gnmr_fx.instrument(chain(4), max_active=2, config=CONFIG)
     controller = gnmr_fx.controller(model)
     flags = []
-    for x in noisy(40):
+    for x in noisy(24):
         train(model, [x])
         flags.append(controller.flags.tolist())
     report = gnmr_fx.report(model)
@@ -437,7 +441,7 @@ def test_periods(outcomes: list[tuple[int, Any]], before: bool | None, expected:
 def test_what_older_records_would_tell_is_not_known(tmp_path: Path) -> None:
     config = gnmr_fx.GnmrConfig(alpha=1.2, beta=1.2, window=3, lock_steps=4, warmup_steps=3, max_events=5)
     model = gnmr_fx.instrument(chain(4), max_active=2, config=config)
-    train(model, noisy(30))
+    train(model, noisy(24))
     report = gnmr_fx.report(model)
     assert report.stats["events_dropped"] > 0
     assert report.first_step == report.events[0].step > 1

@@ -69,7 +69,11 @@ def test_only_chosen_units_are_replaced():
     assert set(plan.forwards[0].handles.values()) == {"b", "d"}
 
 
-@pytest.mark.parametrize("module", [OwnParameters(), Ellipsis_(), Branching(), ReadsTraining(), ChildWeight()], ids=lambda m: type(m).__name__)
+@pytest.mark.parametrize(
+    "module",
+    [OwnParameters(), Ellipsis_(), Branching(), ReadsTraining(), ChildWeight()],
+    ids=lambda m: type(m).__name__,
+)
 @pytest.mark.parametrize("force", ["low", "high"])
 def test_numerics(module, force):
     """Outputs are bit-equal, and with an exact recipe all gradients; input gradients are, up to the order of sums."""

@@ -202,7 +202,20 @@ def test_several_optimizers_make_one_step(monkeypatch):
     assert all((norms > 0).all() for norms in seen)
 
 
-OPTIMIZERS = ["SGD", "Adam", "AdamW", "Adagrad", "RMSprop", "NAdam", "RAdam", "Adamax", "Adadelta", "ASGD", "Rprop", "LBFGS"]
+OPTIMIZERS = [
+    "SGD",
+    "Adam",
+    "AdamW",
+    "Adagrad",
+    "RMSprop",
+    "NAdam",
+    "RAdam",
+    "Adamax",
+    "Adadelta",
+    "ASGD",
+    "Rprop",
+    "LBFGS",
+]
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)

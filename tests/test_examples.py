@@ -1,0 +1,169 @@
+"""The examples run, and give what they say."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+import gnmr_fx
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+NANO = ["--size", "nano", "--batch", "2", "--seq", "32", "--no-compile", "--device", "cpu"]
+
+
+def load(name: str) -> ModuleType:
+    """An example as a module."""
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[name] = module  # dataclasses look their module up
+        spec.loader.exec_module(module)
+    return sys.modules[name]
+
+
+@pytest.fixture
+def llama() -> ModuleType:
+    return load("pretrain_tiny_llama")
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    """A file of a few kilobytes."""
+    path = tmp_path / "text.txt"
+    path.write_text("All work and no play makes Jack a dull boy.\n" * 200)
+    return path
+
+
+def test_single_run(llama: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--steps", "8", "--warmup", "2", "--alpha", "0.5", "--budget", "3", "--out", str(tmp_path)]
+    result = llama.main([*NANO, *arguments])
+
+    assert not result.interrupted
+    (run,) = result.runs
+    assert len(run.trace.losses) == 8
+    assert math.isfinite(run.perplexity)
+    assert 1 < run.perplexity < 2 * llama.VOCABULARY
+    assert len(run.table.units) == 14
+    assert run.report.steps == 8
+    assert max(run.trace.active) == 3  # the budget is used, and never exceeded
+    low, most = run.table.totals["bytes_low"], run.table.totals["bytes_recovery_max"]
+    assert low < run.saved_bytes <= low + most
+    assert result.plot is not None
+    assert result.plot.parent == tmp_path
+    assert result.plot.stat().st_size > 0
+    printed = capsys.readouterr().out
+    for part in (str(run.table), str(run.report), str(result.plot), f"{run.perplexity:.3f} per byte"):
+        assert part in printed
+
+
+def test_compare(llama: ModuleType, tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--compare", "--steps", "4", "--warmup", "1", "--lock", "2", "--alpha", "0.5", "--budget", "0.25"]
+    result = llama.main([*NANO, *arguments, "--text", str(text), "--out", str(tmp_path)])
+
+    full, high, low, gnmr, chance = result.runs
+    assert full.table is None
+    assert len({run.trace.losses[0] for run in result.runs}) == 1  # same weights, same batch; the forward is exact
+    assert [max(run.trace.active) for run in (full, high, low, gnmr, chance)] == [0, 0, 0, 3, 3]
+    assert chance.trace.active == [3, 3, 3, 3]
+    assert low.saved_bytes < gnmr.saved_bytes < high.saved_bytes < high.table.totals["bytes_full"]
+    assert all(math.isfinite(run.perplexity) for run in result.runs)
+    printed = capsys.readouterr().out
+    assert llama.comparison(result.runs) in printed
+    assert all(run.policy in printed for run in result.runs)
+
+
+def test_interrupt_reports_what_was_done(
+    llama: ModuleType, tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batches: Callable[..., Any] = llama.batches
+
+    def two_batches(*args: Any) -> Any:
+        for step, batch in enumerate(batches(*args)):
+            if step == 2:
+                raise KeyboardInterrupt
+            yield batch
+
+    monkeypatch.setattr(llama, "batches", two_batches)
+    result = llama.main([*NANO, "--steps", "8", "--text", str(text), "--out", str(tmp_path)])
+    assert result.interrupted
+    assert len(result.runs[0].trace.losses) == 2
+    assert result.runs[0].report.steps == 2
+    assert "after 2 steps" in capsys.readouterr().out
+
+
+def test_text_is_split_by_file(llama: ModuleType, tmp_path: Path) -> None:
+    for index in range(100):
+        (tmp_path / f"{index}.txt").write_bytes(bytes([index]) * 50 if index else b"\0")
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests" / "skipped.txt").write_bytes(bytes([200]) * 50)
+    text = llama.load_text(tmp_path, 50)
+    train, validation = set(text.train.tolist()), set(text.validation.tolist())
+    assert not train & validation
+    assert train | validation == set(range(1, 100))
+    assert 3 <= len(validation) <= 20
+    again = llama.load_text(tmp_path, 50)
+    assert torch.equal(again.train, text.train)
+    assert torch.equal(again.validation, text.validation)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--steps", "0"], "whole number of at least 1"),
+        (["--seq", "x"], "whole number of at least 2"),
+        (["--lr", "-1"], "positive number"),
+        (["--budget", "1.5"], "share of the units"),
+        (["--recipe", "saved-int4"], "saved-int4-int8"),
+        (["--recipe", "int5:int8"], "int5"),
+        (["--alpha", "0"], "alpha: expected a positive number"),
+        (["--lock", "0"], "lock_steps"),
+        (["--device", "nowhere"], "cannot use 'nowhere'"),
+        (["--text", "/no/such/file"], "found nothing"),
+        (["--size", "huge"], "invalid choice"),
+    ],
+)
+def test_bad_flags(llama: ModuleType, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as raised:
+        llama.main(arguments)
+    assert raised.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_too_little_text(llama: ModuleType, tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("short")
+    with pytest.raises(SystemExit, match="expected at least 128 bytes"):
+        llama.main(["--text", str(tmp_path)])
+
+
+def test_flags_become_settings(llama: ModuleType) -> None:
+    settings = llama.parse(["--budget", "0.2", "--recipe", "int2/tensor:int8/token", "--device", "cpu"])
+    assert settings.budget == 0.2
+    assert settings.recipe == gnmr_fx.Recipe(gnmr_fx.Format("int2", "tensor"), gnmr_fx.Format("int8", "token"))
+    assert (settings.steps, settings.dtype, settings.config) == (llama.STEPS, "fp32", gnmr_fx.GnmrConfig())
+    assert llama.parse(["--compare"]).steps == llama.STEPS_COMPARE
+
+
+def test_learning_rate_rises_and_falls(llama: ModuleType) -> None:
+    shares = [llama.lr_share(step, 100) for step in range(101)]
+    peak = shares.index(max(shares))
+    assert shares[0] > 0
+    assert max(shares) == pytest.approx(1)
+    assert shares[: peak + 1] == sorted(shares[: peak + 1])
+    assert shares[peak:] == sorted(shares[peak:], reverse=True)
+    assert shares[-1] == pytest.approx(llama.LR_FLOOR_SHARE)
+    assert 0 < llama.lr_share(0, 1) <= 1
+
+
+def test_own_model(capsys: pytest.CaptureFixture[str]) -> None:
+    assert load("own_model").main(steps=20) < 1
+    assert "6 units" in capsys.readouterr().out
