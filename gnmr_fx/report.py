@@ -12,6 +12,7 @@ import json
 import math
 import operator
 import os
+import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
@@ -336,10 +337,6 @@ class Name:
         assert isinstance(theirs, frozenset)
         return Name((*self.parts[:position], mine | theirs, *self.parts[position + 1 :]))
 
-    def glob(self) -> str:
-        """The name with ``*`` for its numbers, as ``include`` and ``exclude`` take it."""
-        return ".".join(part if isinstance(part, str) else "*" for part in self.parts)
-
     def __str__(self) -> str:
         return ".".join(part if isinstance(part, str) else _numbers(part) for part in self.parts)
 
@@ -476,16 +473,18 @@ class _Document:
     def _left_alone(self) -> Iterator[_Section]:
         by_reason: dict[str, list[Mapping[str, Any]]] = defaultdict(list)
         for item in self.table.left_alone:
-            by_reason[item["reason"]].append(item)
+            by_reason[_families_in(item["reason"])].append(item)
         rows: list[list[str]] = []
         for reason, items in by_reason.items():
-            families: dict[tuple[str, str, str], list[str]] = defaultdict(list)
+            groups: dict[tuple[str, ...], list[tuple[str, ...]]] = defaultdict(list)
             for item in items:
-                family = Name.parse(item["name"]).glob() if len(items) > MAX_LEFT_ALONE else item["name"]
-                families[family, item["operator"], "×".join(map(str, item["shape"]))].append(item["name"])
-            for (family, operator_name, shape), names in families.items():
-                name = family if len(names) > 1 else names[0]
-                rows.append([name, str(len(names)), operator_name or "?", shape or "-", reason])
+                name, shape = item["name"], "×".join(map(str, item["shape"])) or "-"
+                own: tuple[str, ...] = (name, item["operator"] or "?", shape, item["reason"])
+                key = (family(name), *own[1:3], reason) if len(items) > MAX_LEFT_ALONE else own
+                groups[key].append(own)
+            for key, members in groups.items():
+                name, *cells = key if len(members) > 1 else members[0]
+                rows.append([name, str(len(members)), *cells])
         if rows:
             title = f"Left alone ({len(self.table.left_alone)})"
             yield _Section(title, ["name", "count", "operator", "weight", "reason"], rows, frozenset({1}))
@@ -511,6 +510,18 @@ class _Document:
                 f"not captured as a whole: {self.table.capture_note}; so which units share an input is not known, "
                 "and what they share is counted for each"
             )
+
+
+def family(path: str) -> str:
+    """A module path with ``*`` for its numbers, as ``include`` and ``exclude`` take it: ``layers.*.mlp``."""
+    return ".".join("*" if part.isdigit() else part for part in path.split("."))
+
+
+def _families_in(text: str) -> str:
+    """``text`` with a family for each module path in it; plain numbers stay."""
+    return re.sub(
+        r"\w+(?:\.\w+)+", lambda path: path[0] if path[0].replace(".", "").isdigit() else family(path[0]), text
+    )
 
 
 def relative_name(name: str, base: str) -> str:

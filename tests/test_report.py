@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -266,6 +268,17 @@ def test_operators_left_alone_stand_apart() -> None:
     assert text.count("in exclude") == 1, "many of one family are one row"
     few = str(gnmr_fx.table(gnmr_fx.instrument(chain(4), exclude=["[1-9]*"])))
     assert few.count("in exclude") == 3
+
+
+def test_operators_left_alone_for_like_reasons_are_one_row() -> None:
+    left = [
+        {"name": f"l.{i}.w", "operator": "linear", "shape": [4, 2], "reason": f"read by 'l.{i}.x'"} for i in range(9)
+    ]
+    table = replace(gnmr_fx.table(gnmr_fx.instrument(chain())), left_alone=tuple(left))
+    assert re.search(r"l\.\*\.w +9 +linear +4×2 +read by 'l\.\*\.x'", str(table))
+    few = str(replace(table, left_alone=tuple(left[:8])))
+    assert "l.3.w" in few
+    assert "read by 'l.3.x'" in few
 
 
 def test_a_large_table_prints_one_row_per_family() -> None:
