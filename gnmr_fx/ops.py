@@ -8,7 +8,8 @@ Under torch.compile one graph serves every guard state, with real memory savings
 * ``save_low(x)`` is always made, has a static size and depends on ``x`` alone, so operators that read one tensor share
   it (common-subexpression elimination);
 * ``save_high(x, guard)`` has as many rows as the guard says at run time: none, or all;
-* ``restore(low, high)`` in the backward decodes whichever is to be used.
+* ``restore(low, high, after)`` in the backward decodes whichever is to be used. It takes the output gradient as
+  ``after``, and does not read it: without it, the partitioner would decode in the forward and save the result.
 
 They are opaque operators: traceable packing would let the partitioner save the unpacked activation again. In eager
 mode the guard is read in Python and only the one that is needed is made.
@@ -42,7 +43,7 @@ _library.define(
 )
 _library.define(
     "restore(Tensor low_payload, Tensor low_scales, Tensor high_payload, Tensor high_scales, "
-    "str low, str high, SymInt[] size, ScalarType dtype) -> Tensor",
+    "str low, str high, SymInt[] size, ScalarType dtype, Tensor? after=None) -> Tensor",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 
@@ -66,6 +67,7 @@ def _restore(
     high: str,
     size: list[int],
     dtype: torch.dtype,
+    after: Tensor | None = None,
 ) -> Tensor:
     if high_payload.size(0):
         return kernels.decode(Encoded(high_payload, high_scales), _parse(high), size, dtype)
@@ -115,6 +117,7 @@ def _restore_fake(
     high: str,
     size: list[int],
     dtype: torch.dtype,
+    after: Tensor | None = None,
 ) -> Tensor:
     return low_payload.new_empty(size, dtype=dtype)
 
@@ -175,6 +178,7 @@ class _Guarded(torch.autograd.Function):
                 ctx.high,
                 stored_shape(ctx.x_shape),
                 ctx.x_dtype,
+                g if torch.compiler.is_compiling() else None,
             ).view(ctx.x_shape)
             grad_w = projection.grad_weight(g, x, offs, ctx.extra, w.shape)
         if ctx.b_shape is not None and ctx.needs_input_grad[2]:

@@ -45,18 +45,22 @@ class Event(NamedTuple):
     """A unit in a step in which it was risky, or went on or off the recovery path.
 
     ``outcome`` is ``"chosen"`` (on the recovery path from this step on), ``"refused"`` (risky or locked, but the budget
-    went to others) or ``"released"`` (off the recovery path, and no longer a candidate). Ratios are dimensionless;
-    ``lock`` is in steps.
+    went to others) or ``"released"`` (off the recovery path, and no longer a candidate). ``norm`` is the gradient norm
+    (-1 where there was none), ratios are dimensionless, ``lock`` is in steps. ``changed`` says that the guard went the
+    other way; ``forced``, that it was pinned by hand.
     """
 
     step: int
     unit: str
+    norm: float
     gnmr: float
     delta_gnmr: float
     risk: float
     risky: bool
     outcome: Literal["chosen", "refused", "released"]
     lock: int
+    changed: bool
+    forced: bool
 
 
 class Site(NamedTuple):
@@ -97,7 +101,7 @@ class Controller:
         self._state = init(len(self.units), config, max_active)
         self._forced: Tensor | None = None
         self._counts: dict[str, int] = dict.fromkeys(
-            ("events", "risky", "recovered", "refused", "switches", "max_active", "non_finite"), 0
+            ("events", "risky", "recovered", "refused", "switches", "most_active", "full", "non_finite"), 0
         )
         self._times_recovered = torch.zeros(len(self.units), dtype=torch.int64)
         self._steps_recovered = torch.zeros(len(self.units), dtype=torch.int64)
@@ -127,10 +131,9 @@ class Controller:
     @property
     def stats(self) -> dict[str, Any]:
         """Counts since the start: ``steps``, ``unit_steps``, ``risky`` / ``recovered`` / ``refused`` unit-steps,
-        ``switches`` (guards that changed), ``max_active`` (most units at once), ``non_finite`` unit-steps, ``events``,
-        ``events_dropped``, and ``seconds`` spent in the controller."""
-        counts = dict(self._counts)
-        counts["most_active"] = counts.pop("max_active")
+        ``switches`` (guards that changed), ``most_active`` (most units at once), ``full`` (steps with the whole budget
+        in use), ``non_finite`` unit-steps, ``events``, ``events_dropped``, and ``seconds`` spent in the controller."""
+        counts = self._counts
         return {
             "steps": self.step_count,
             "unit_steps": self.step_count * len(self.units),
@@ -138,6 +141,11 @@ class Controller:
             "events_dropped": max(0, counts["events"] - len(self.events)),
             "seconds": self._seconds,
         }
+
+    @property
+    def forced(self) -> bool:
+        """Whether guards are pinned by :meth:`force`."""
+        return self._forced is not None
 
     def times_recovered(self, index: int) -> int:
         """How often unit ``index`` went onto the recovery path."""
@@ -159,7 +167,8 @@ class Controller:
         start = time.perf_counter()
         norms = self._host_norms(grad_scale)
         self._state, decision = update(self._state, norms, self.config)
-        self._record(decision, norms)
+        self._count(decision, norms)
+        self._apply(decision.active if self._forced is None else self._forced, decision, norms)
         self.decision = decision
         self.seed.add_(1)
         self.memo.clear()
@@ -179,7 +188,7 @@ class Controller:
         """
         if which is None:
             self._forced = None
-            self._set_flags(torch.zeros_like(self.flags) if self.decision is None else self.decision.active)
+            self._apply(torch.zeros_like(self.flags) if self.decision is None else self.decision.active, self.decision)
             return
         if isinstance(which, str) and which in ("high", "low"):
             flags = torch.full_like(self.flags, which == "high")
@@ -195,7 +204,7 @@ class Controller:
             flags = torch.zeros_like(self.flags)
             flags[[index[name] for name in names]] = True
         self._forced = flags
-        self._set_flags(flags)
+        self._apply(flags, self.decision)
 
     def state_dict(self) -> dict[str, Any]:
         """Everything a resumed run needs to decide as this one would: tensors, numbers and strings only."""
@@ -206,6 +215,7 @@ class Controller:
             "flags": self.flags.clone(),
             "seed": int(self.seed),
             "counts": dict(self._counts),
+            "seconds": self._seconds,
             "times_recovered": self._times_recovered.clone(),
             "steps_recovered": self._steps_recovered.clone(),
             "seen": [unit.observation.seen for unit in self.units],
@@ -236,12 +246,15 @@ class Controller:
         self._state = loaded
         self.seed.fill_(state["seed"])
         self._counts = dict(state["counts"])
+        self._seconds = float(state["seconds"])
+        kept = [event for event in self.events if event.step <= loaded.step]  # no records of a future given up
+        self.events = collections.deque(kept, maxlen=self.config.max_events)
         self._times_recovered = state["times_recovered"].clone()
         self._steps_recovered = state["steps_recovered"].clone()
         for unit, seen in zip(self.units, state["seen"], strict=True):
             unit.observation.was_seen |= bool(seen)
         self._reset_step()
-        self._set_flags(state["flags"] if self._forced is None else self._forced)
+        self.flags.copy_(state["flags"] if self._forced is None else self._forced)
 
     # Guards ----------------------------------------------------------------------------------------------------------
 
@@ -278,9 +291,6 @@ class Controller:
         self._hooks = [(None, None)] * len(self.units)
         self._foreign_steps = 0
         self._warned_foreign = False
-
-    def _set_flags(self, flags: Tensor) -> None:
-        self.flags.copy_(flags)
 
     # Gradients -------------------------------------------------------------------------------------------------------
 
@@ -366,37 +376,44 @@ class Controller:
 
     # Records ---------------------------------------------------------------------------------------------------------
 
-    def _record(self, decision: Decision, norms: Tensor) -> None:
-        """Set the guards of the step to come, and write down what happened."""
+    def _count(self, decision: Decision, norms: Tensor) -> None:
         target = decision.active if self._forced is None else self._forced
-        changed = target != self.flags
-        self._times_recovered += changed & target
+        recovered = int(target.sum())
         self._steps_recovered += target
         counts = self._counts
         counts["risky"] += int(decision.risky.sum())
         counts["refused"] += int(decision.refused.sum())
         counts["non_finite"] += int((~norms.isfinite()).sum())
-        recovered = int(target.sum())
         counts["recovered"] += recovered
-        counts["max_active"] = max(counts["max_active"], recovered)
-        counts["switches"] += int(changed.sum())
-        for index in (changed | decision.risky).nonzero().flatten().tolist():
-            on = bool(target[index])
-            candidate = bool(decision.candidates[index])
-            counts["events"] += 1
-            self.events.append(
-                Event(
-                    decision.step,
-                    self.units[index].name,
-                    float(decision.gnmr[index]),
-                    float(decision.delta_gnmr[index]),
-                    float(decision.risk[index]),
-                    bool(decision.risky[index]),
-                    "chosen" if on else "refused" if candidate else "released",
-                    int(decision.lock[index]),
-                )
-            )
-        self._set_flags(target)
+        counts["most_active"] = max(counts["most_active"], recovered)
+        counts["full"] += recovered == min(self.max_active, len(self.units))
+
+    def _apply(self, target: Tensor, decision: Decision | None, norms: Tensor | None = None) -> None:
+        """Set the guards to ``target`` and record what is worth it: changes, and with ``norms`` this step's risks."""
+        changed = target != self.flags
+        self._times_recovered += changed & target
+        self._counts["switches"] += int(changed.sum())
+        told = changed if norms is None or decision is None else changed | decision.risky
+        for index in told.nonzero().flatten().tolist():
+            self._counts["events"] += 1
+            self.events.append(self._event(index, bool(target[index]), bool(changed[index]), decision, norms))
+        self.flags.copy_(target)
+
+    def _event(self, index: int, on: bool, changed: bool, decision: Decision | None, norms: Tensor | None) -> Event:
+        candidate = decision is not None and bool(decision.candidates[index])
+        return Event(
+            step=self.step_count,
+            unit=self.units[index].name,
+            norm=MISSING if norms is None else float(norms[index]),
+            gnmr=1.0 if decision is None else float(decision.gnmr[index]),
+            delta_gnmr=1.0 if decision is None else float(decision.delta_gnmr[index]),
+            risk=0.0 if decision is None else float(decision.risk[index]),
+            risky=norms is not None and decision is not None and bool(decision.risky[index]),
+            outcome="chosen" if on else "refused" if candidate else "released",
+            lock=0 if decision is None else int(decision.lock[index]),
+            changed=changed,
+            forced=self.forced,
+        )
 
     # Copies ----------------------------------------------------------------------------------------------------------
 

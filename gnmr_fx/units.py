@@ -73,18 +73,22 @@ class Observation:
     """What one pass (forward and backward) has stored for one unit.
 
     ``calls`` maps (shape, dtype) of an encoded activation to how often it was encoded in the pass under way;
-    ``last`` is the same for the last whole pass; ``was_seen`` says that there was any, in this run or one resumed.
+    ``last`` is the same for the last whole pass; ``was_seen`` says that there was any, in this run or one resumed;
+    ``recomputed``, that activation checkpointing makes some of them again inside the backward.
     """
 
     calls: dict[tuple[tuple[int, ...], torch.dtype], int] = field(default_factory=dict)
     last: dict[tuple[tuple[int, ...], torch.dtype], int] = field(default_factory=dict)
     was_seen: bool = False
+    recomputed: bool = False
 
     def add(self, shape: torch.Size, dtype: torch.dtype) -> None:
-        """Count one encoded activation, unless it is made again by a recomputation inside a backward."""
+        """Count one encoded activation; one made by a recomputation inside a backward is not kept, and not counted."""
         if torch._C._current_graph_task_id() == -1:
             key = (tuple(shape), dtype)
             self.calls[key] = self.calls.get(key, 0) + 1
+        else:
+            self.recomputed = self.was_seen = True
 
     def close(self) -> None:
         """End the pass under way."""

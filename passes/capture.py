@@ -50,7 +50,14 @@ def capture(plan: Plan) -> Plan:
         if plan.example_inputs is not None:
             log.warning("gnmr-fx could not capture the model with the given example_inputs: %s", _first_line(error))
         return replace(plan, capture_note=f"{type(error).__name__}: {_first_line(error)}")
-    return replace(plan, graph=graph, calls=tuple(find_calls(graph, weights)))
+    calls = (replace(call, site=canonical_path(plan.model, call.site)) for call in find_calls(graph, weights))
+    return replace(plan, graph=graph, calls=tuple(calls))
+
+
+def canonical_path(model: nn.Module, path: str) -> str:
+    """The first path of the module at ``path``: one that is registered in several places is called by any of them."""
+    module = model.get_submodule(path)
+    return next(name for name, other in model.named_modules() if other is module)
 
 
 def split_inputs(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -95,7 +102,7 @@ def capture_graph(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
     from torch._dynamo.convert_frame import fullgraph_capture
     from torch._dynamo.utils import get_metrics_context
 
-    with _undisturbed(), get_metrics_context(), torch.enable_grad():
+    with _undisturbed(model), get_metrics_context(), torch.enable_grad():
         captured = fullgraph_capture(model, args, kwargs).backend_input
     if captured is None:
         raise RuntimeError("the model computes nothing with tensors")
@@ -111,11 +118,12 @@ def capture_graph(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 @contextlib.contextmanager
-def _undisturbed() -> Iterator[None]:
-    """Run Dynamo without leaving anything in its counters, and without its advice about the user's code."""
+def _undisturbed(model: nn.Module) -> Iterator[None]:
+    """Run Dynamo without leaving anything in its counters or on the weights, and without its advice on the user's code."""
     from torch._dynamo.utils import counters
 
     before = copy.deepcopy(dict(counters))
+    marks = [(value, set(value.__dict__)) for value in (*model.parameters(), *model.buffers())]
     logger = logging.getLogger("torch._dynamo")
     level = logger.level
     try:
@@ -127,6 +135,9 @@ def _undisturbed() -> Iterator[None]:
         logger.setLevel(level)
         counters.clear()
         counters.update(before)
+        for value, names in marks:
+            for name in value.__dict__.keys() - names:
+                del value.__dict__[name]
 
 
 def find_calls(graph: fx.Graph, weights: Mapping[str, str]) -> Iterator[CapturedCall]:
@@ -179,7 +190,7 @@ def _site(node: fx.Node) -> str:
     if not stack:
         return ""
     path = list(stack.values())[-1][0].replace(".__dict__['_modules']", "._modules")  # a child read around __getattr__
-    path = re.sub(r"^L\['(self|mod|fn)'\]|^L\['args'\]\[\d+\]", "", path)
+    path = re.sub(r"^L\['\w+'\](\[\d+\])?", "", path)  # the model, whatever its forward calls it
     path = re.sub(r"(?:\._modules)+\['?([^'\]]+)'?\]|\['?([^'\]]+)'?\]", lambda m: "." + (m[1] or m[2]), path)
     return path.lstrip(".")
 

@@ -42,6 +42,26 @@ def test_a_childs_weight_is_attributed_to_the_caller():
     assert [(call.site, call.weight) for call in plan.calls] == [("0", "0.inner.weight")]
 
 
+def test_a_forward_may_call_its_self_anything():
+    class Odd(Block):
+        def forward(this, x):  # type: ignore[no-untyped-def]  # noqa: N805
+            return this.down(this.gate(x) * this.up(x))
+
+    assert [call.site for call in captured(Odd(), torch.randn(3, 8)).calls] == ["gate", "up", "down"]
+    assert [call.site for call in captured(nn.Sequential(Odd()), torch.randn(3, 8)).calls] == [
+        "0.gate",
+        "0.up",
+        "0.down",
+    ]
+
+
+def test_a_module_of_two_names_is_called_by_its_first():
+    model = nn.ModuleDict({"a": nn.Linear(8, 8), "b": nn.Sequential()})
+    model["b"].append(model["a"])
+    model.forward = lambda x: model["b"](x)  # type: ignore[method-assign]
+    assert [call.site for call in captured(model, torch.randn(2, 8)).calls] == ["a"]
+
+
 def test_without_inputs_there_is_a_note_and_no_graph():
     plan = capture(Plan(Block(), RECIPE))
     assert plan.graph is None

@@ -460,3 +460,20 @@ def test_gradient_norms_are_at_least_fp32(dtype):
     found = gradient_norms(gradients)
     assert found.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
     assert torch.allclose(found.double(), expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointed_units_are_seen_and_heard(reentrant):
+    from torch.utils.checkpoint import checkpoint
+
+    m, x = model(), torch.randn(4, 8, requires_grad=True)
+    c = instrumented(m, config=gnmr_fx.GnmrConfig(alpha=1e-6, warmup_steps=0))
+    optimizer = torch.optim.SGD(m.parameters(), 0.1)
+    for _ in range(2):
+        checkpoint(m, x, use_reentrant=reentrant).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert c.decision is not None
+    assert not c.decision.missing.any()
+    assert all(unit.observation.recomputed for unit in c.units)
+    assert all(bool(unit.observation.last) != reentrant for unit in c.units)
