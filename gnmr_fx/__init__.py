@@ -25,8 +25,9 @@ from gnmr_fx.errors import (
     UnknownUnitError,
 )
 from gnmr_fx.instrument import controller, instrument, uninstrument
+from gnmr_fx.operator_table import Table, table
 from gnmr_fx.recipe import RECIPES, Format, Recipe
-from gnmr_fx.report import Report, Table, report, table
+from gnmr_fx.report import Report, report
 
 __version__ = "0.1.0"
 

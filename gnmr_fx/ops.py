@@ -23,6 +23,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._compile import _disable_dynamo
 from torch._library.fake_impl import allocate_size
 
 from gnmr_fx import kernels
@@ -122,10 +123,10 @@ def _restore_fake(
     return low_payload.new_empty(size, dtype=dtype)
 
 
-# Disabled: after a graph break of the model, Dynamo would trace into what these call.
-_library.impl("save_low", torch.compiler.disable(_save_low), "CompositeExplicitAutograd")
-_library.impl("save_high", torch.compiler.disable(_save_high), "CompositeExplicitAutograd")
-_library.impl("restore", torch.compiler.disable(_restore), "CompositeExplicitAutograd")
+for _name, _implementation in (("save_low", _save_low), ("save_high", _save_high), ("restore", _restore)):
+    # Disabled, or Dynamo would trace into what these call after a graph break of the model. Not by
+    # torch.compiler.disable: that imports Dynamo at once.
+    _library.impl(_name, _disable_dynamo(_implementation), "CompositeExplicitAutograd")
 
 
 class _Guarded(torch.autograd.Function):

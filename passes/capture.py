@@ -119,7 +119,7 @@ def capture_graph(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
 
 @contextlib.contextmanager
 def _undisturbed(model: nn.Module) -> Iterator[None]:
-    """Run Dynamo without leaving anything in its counters or on the weights, and without its advice on the user's code."""
+    """Run Dynamo without leaving anything in its counters or on the weights, and without its advice."""
     from torch._dynamo.utils import counters
 
     before = copy.deepcopy(dict(counters))

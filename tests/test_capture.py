@@ -44,7 +44,7 @@ def test_a_childs_weight_is_attributed_to_the_caller():
 
 def test_a_forward_may_call_its_self_anything():
     class Odd(Block):
-        def forward(this, x):  # type: ignore[no-untyped-def]  # noqa: N805
+        def forward(this, x):  # type: ignore[no-untyped-def]
             return this.down(this.gate(x) * this.up(x))
 
     assert [call.site for call in captured(Odd(), torch.randn(3, 8)).calls] == ["gate", "up", "down"]

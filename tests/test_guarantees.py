@@ -75,7 +75,7 @@ def encodings() -> Iterator[list[formats.Encoded]]:
 
 
 def byte_llama(dtype: torch.dtype, layers: int = 2) -> Built:
-    """Norms that are no identity: an input of a projection is then equal to nothing that is saved for another reason."""
+    """Norms that are no identity, so that the input of a projection equals nothing that is saved for another reason."""
     built = llama(layers, hidden_size=64, intermediate_size=128, num_attention_heads=4, num_key_value_heads=4)
     for name, parameter in built.model.named_parameters():
         if "norm" in name:
@@ -201,11 +201,14 @@ def test_bytes_held_under_compile(backend: str) -> None:
     loss = compiled(**built.kwargs).loss
     low = compiled_saved(loss, exclude)
     payload_bytes = sum(t.untyped_storage().nbytes() for t in low if t.dtype == torch.uint8)
-    payloads, scales = split_bytes(controller, controller.recipe.low)
-    assert payload_bytes == payloads
-    shapes = [formats.scales_shape(shape, controller.recipe.low) for shape in distinct_inputs(controller)]
-    found_scales = [t for t in low if t.dtype == torch.bfloat16 and tuple(t.shape) in shapes]
-    assert sum(t.untyped_storage().nbytes() for t in found_scales) == scales
+    fmt, shapes = controller.recipe.low, distinct_inputs(controller)
+    scales_shapes = [formats.scales_shape(shape, fmt) for shape in shapes]
+    found_scales = [t for t in low if t.dtype == torch.bfloat16 and tuple(t.shape) in scales_shapes]
+    # Of the output that attention holds anyway, the partitioner may make the payload in the backward.
+    kept = tuple(attention.shape)
+    assert payload_bytes in (split_bytes(shapes, fmt)[0], split_bytes(shapes, fmt)[0] - split_bytes([kept], fmt)[0])
+    scales_bytes = sum(t.untyped_storage().nbytes() for t in found_scales)
+    assert scales_bytes in (split_bytes(shapes, fmt)[1], split_bytes(shapes, fmt)[1] - split_bytes([kept], fmt)[1])
     assert not any(is_close(saved, x) for saved in low for x in inputs)
     assert sum(storages(low).values()) < sum(storages(stock).values())
 
@@ -230,9 +233,9 @@ def distinct_inputs(controller: ModelController) -> list[tuple[int, ...]]:
     return found
 
 
-def split_bytes(controller: ModelController, fmt: gnmr_fx.Format) -> tuple[int, int]:
-    """Bytes of all payloads and of all scales, by the formula."""
-    shapes = distinct_inputs(controller)
+def split_bytes(shapes: Iterable[tuple[int, ...]], fmt: gnmr_fx.Format) -> tuple[int, int]:
+    """Bytes of the payloads and of the scales of tensors of these shapes, by the formula."""
+    shapes = list(shapes)
     payloads = sum(math.prod(formats.payload_shape(shape, fmt)) for shape in shapes)
     return payloads, sum(2 * math.prod(formats.scales_shape(shape, fmt)) for shape in shapes)
 
@@ -395,7 +398,7 @@ def test_nothing_is_encoded_in_eval_mode_or_without_gradients(compiled: bool) ->
             with torch.inference_mode():
                 assert torch.equal(call(x), stock(x))
             assert not made
-            call(x)
+            gradients(model, x, call)
             assert len(made) == (4 if compiled and guards == "high" else 2)
 
 
@@ -469,7 +472,9 @@ def test_checkpointing_changes_nothing_and_keeps_no_payloads(reentrant: bool, gu
         assert sum(reference() is not None for reference in alive) == 0
         del out
         plain = model(x)
-        assert sum(reference() is not None for reference in alive) == 4  # two units, payload and scales: the test counts
+        assert (
+            sum(reference() is not None for reference in alive) == 4
+        )  # two units, payload and scales: the test counts
         del plain
     for _ in range(2):  # the first also ends the forwards above, which had no backward
         x.grad = None
@@ -537,7 +542,6 @@ HOOK_DICTS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backw
 
 def trace(model: nn.Module) -> dict[str, Any]:
     """Everything that gnmr-fx could leave behind, by identity where there is one."""
-    gc.collect()  # models of other tests, whose controllers take their hooks with them
     return {
         "modules": [
             (name, type(module), {key: id(value) for key, value in module.__dict__.items()})
@@ -548,20 +552,32 @@ def trace(model: nn.Module) -> dict[str, Any]:
             (name, id(p), p._post_accumulate_grad_hooks, p._backward_hooks, list(p.__dict__))
             for name, p in model.named_parameters()
         ],
-        "optimizers": [dict(_global_optimizer_post_hooks), dict(_global_optimizer_pre_hooks)],
         "global hooks": [dict(getattr(nn.modules.module, f"_global{name}")) for name in HOOK_DICTS],
         "inductor": torch._inductor.config.get_config_copy(),
         "dynamo": torch._dynamo.config.get_config_copy(),
     }
 
 
+def optimizer_hooks() -> set[int]:
+    """Those on all optimizers. Models of other tests may be freed, and take theirs with them, at any time."""
+    return {*_global_optimizer_post_hooks, *_global_optimizer_pre_hooks}
+
+
+def assert_same(after: dict[str, Any], before: dict[str, Any]) -> None:
+    for what in before:
+        assert after[what] == before[what], what
+
+
 @pytest.mark.parametrize("kind", ["mlp", "attention", "llama"])
 def test_uninstrument_leaves_no_trace(kind: str) -> None:
-    built = llama(1) if kind == "llama" else Built(mlp() if kind == "mlp" else AttentionOnly(), (batch(),), {}, Tensor.sum)
+    built = (
+        llama(1) if kind == "llama" else Built(mlp() if kind == "mlp" else AttentionOnly(), (batch(),), {}, Tensor.sum)
+    )
     model = built.model
     gnmr_fx.uninstrument(gnmr_fx.instrument(mlp()))  # what is loaded on first use is loaded
-    before = trace(model)
+    before, hooks = trace(model), optimizer_hooks()
     gnmr_fx.instrument(model, LOSSY)
+    assert len(optimizer_hooks() - hooks) == 1
     assert trace(model)["modules"] != before["modules"]
     during = trace(model)
     assert (during["inductor"], during["dynamo"]) == (before["inductor"], before["dynamo"])
@@ -572,9 +588,8 @@ def test_uninstrument_leaves_no_trace(kind: str) -> None:
         optimizer.zero_grad()
     assert gnmr_fx.controller(model).step_count == 2
     assert gnmr_fx.uninstrument(model) is model
-    after = trace(model)
-    for what in before:
-        assert after[what] == before[what], what
+    assert_same(trace(model), before)
+    assert optimizer_hooks() <= hooks
     with encodings() as made:
         built.loss(model(*built.args, **built.kwargs)).backward()
     assert not made
@@ -619,15 +634,14 @@ def test_a_dropped_model_is_freed() -> None:
 
 def refused(model: nn.Module, error: type[Exception], *match: str, **options: Any) -> None:
     """``instrument`` raises ``error``, whose message holds every ``match``, and the model is as it was."""
-    before = trace(model)
+    before, hooks = trace(model), optimizer_hooks()
     with pytest.raises(error) as caught:
         gnmr_fx.instrument(model, **options)
     assert type(caught.value) is error
     for text in match:
         assert text in str(caught.value)
-    after = trace(model)
-    for what in before:
-        assert after[what] == before[what], what
+    assert_same(trace(model), before)
+    assert optimizer_hooks() <= hooks
 
 
 def test_instrumented_twice() -> None:

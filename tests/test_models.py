@@ -1,7 +1,7 @@
 """Every kind of model, against the same model without gnmr-fx.
 
-In eager mode a unit on a lossless recovery path is the stock operator, and a unit on a lossy path changes its own weight
-gradient and nothing else. The oracle for that gradient is autograd itself, in :class:`RoundTrip`.
+In eager mode a unit on a lossless recovery path is the stock operator, and a unit on a lossy path changes its own
+weight gradient and nothing else. The oracle for that gradient is autograd itself, in :class:`RoundTrip`.
 """
 
 from __future__ import annotations
@@ -11,14 +11,13 @@ import copy
 import functools
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 from unittest import mock
 
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.models import BATCH, CASES, LENGTH, Built, Case, cast, instrument_options
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -27,6 +26,7 @@ from torch.utils._pytree import tree_leaves
 import gnmr_fx
 from gnmr_fx import formats
 from gnmr_fx.instrument import ModelController
+from tests.models import BATCH, CASES, LENGTH, Built, Case, cast, instrument_options
 
 LOSSLESS, LOSSY = "saved-int4-bf16", "saved-int4-int8"
 
@@ -121,7 +121,9 @@ def _storage(tensor: Tensor) -> int:
 def _source(tensor: Tensor) -> int:
     """Storage of what ``tensor`` is a view, a cast or a selection of."""
     node = tensor.grad_fn
-    while node is not None and re.fullmatch(r"(Index|Select|Slice|T|Transpose|View|UnsafeView|ToCopy)Backward\d", node.name()):
+    while node is not None and re.fullmatch(
+        r"(Index|Select|Slice|T|Transpose|View|UnsafeView|ToCopy)Backward\d", node.name()
+    ):
         node = node.next_functions[0][0]
     return _storage(node.variable) if node is not None and hasattr(node, "variable") else _storage(tensor)
 
@@ -145,7 +147,7 @@ class InsideAttention(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is F.multi_head_attention_forward:
-            with mock.patch.object(F, "has_torch_function", lambda _: False), self:
+            with mock.patch.object(F, "has_torch_function", return_value=False), self:
                 return func(*args, **kwargs)
         return self.visit(func, args, kwargs)
 
@@ -156,8 +158,8 @@ class InsideAttention(TorchFunctionMode):
 class RoundTrip(InsideAttention):
     """Projections whose weight gradient is that of an activation that went through a format and back.
 
-    ``f(x, w)`` is replaced by ``f(x, detach(w)) + (y - detach(y))`` with ``y = f(decode(encode(x)), w)``: the value and the
-    gradient of ``x`` are the stock ones, and autograd takes the gradient of ``w`` from the decoded activation.
+    ``f(x, w)`` is replaced by ``f(x, detach(w)) + (y - detach(y))`` with ``y = f(decode(encode(x)), w)``: the value and
+    the gradient of ``x`` are the stock ones, and autograd takes the gradient of ``w`` from the decoded activation.
     """
 
     def __init__(self, format_of: Mapping[int, gnmr_fx.Format]) -> None:
@@ -333,14 +335,15 @@ def test_no_multiplied_weight_is_missed(name: str) -> None:
 
 # Compiled -------------------------------------------------------------------------------------------------------------
 
+
 def flip_tolerance(numel: int) -> float:
     """Relative change of a weight gradient that differently rounded activations can make through a 4-bit format.
 
-    Inductor fuses and reorders sums: activations differ by up to about 32 fp32 roundings of their range R, 32 * 2**-24 * R.
-    A step of a 4-bit code is R / 15, so at most a share p = 2 * 15 * 32 * 2**-24 of the codes lies that near to the border
-    between two of them and may flip, by one step. All codes together err by step / sqrt(12) in the mean square and change
-    a gradient by about 0.1, so n flips among ``numel`` change it by 0.1 * sqrt(12 * n / numel): here for the expected
-    number and one more, at places where the output gradient is twice its usual size.
+    Inductor fuses and reorders sums: activations differ by up to about 32 fp32 roundings of their range R, that is
+    32 * 2**-24 * R. A step of a 4-bit code is R / 15, so at most a share p = 2 * 15 * 32 * 2**-24 of the codes lies that
+    near to the border between two of them and may flip, by one step. All codes together err by step / sqrt(12) in the
+    mean square and change a gradient by about 0.1, so n flips among ``numel`` change it by 0.1 * sqrt(12 * n / numel):
+    here for the expected number and one more, at places where the output gradient is twice its usual size.
     """
     share = 2 * 15 * 32 * 2**-24
     return 2 * 0.1 * math.sqrt(12 * (1 + share * numel) / numel)
@@ -394,17 +397,19 @@ def check_compiled(name: str, backend: str, *, exact_codes: bool) -> None:
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs
 
 
-@pytest.mark.parametrize("name", CASES)
+def slow_but(names: Iterable[str]) -> list[Any]:
+    return [name if name in names else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
+
+
+SLOW_AOT_EAGER = {"gpt2", "mamba", "mixtral-loop", "mixtral-batched", "tied-head"}
+
+
+@pytest.mark.parametrize("name", slow_but(CASES.keys() - SLOW_AOT_EAGER))
 def test_aot_eager_equals_eager(name: str) -> None:
     check_compiled(name, "aot_eager", exact_codes=True)
 
 
-FAST_INDUCTOR = ("gpt2", "encoder")
-
-
-@pytest.mark.parametrize(
-    "name", [name if name in FAST_INDUCTOR else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
-)
+@pytest.mark.parametrize("name", slow_but({"encoder"}))
 def test_inductor_equals_eager(name: str) -> None:
     check_compiled(name, "inductor", exact_codes=False)
 
@@ -436,5 +441,3 @@ def test_all_kinds_of_forward_are_covered() -> None:
         kinds |= {installed.forward.kind for installed in make(name, LOSSY).controller.forwards}
     assert kinds == {"traced", "intercepted"}
     assert {"linear", "addmm", "matmul", "einsum", "grouped_mm", "bmm"} <= operators
-
-

@@ -1,0 +1,157 @@
+"""What each recoverable unit keeps for the backward: the rows of :func:`gnmr_fx.table`."""
+
+from __future__ import annotations
+
+import functools
+import math
+import operator
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from gnmr_fx.formats import nbytes
+from gnmr_fx.instrument import ModelController
+from gnmr_fx.recipe import Format
+from gnmr_fx.units import Observation, Unit
+
+
+@dataclass(frozen=True)
+class UnitRow:
+    """One recoverable unit. Bytes are per forward-backward pass; None before the first one.
+
+    Attributes:
+        index: of the unit's guard.
+        unit: its name.
+        operator: what reads the weight; ``""`` where that is not known before it runs.
+        shape: of the weight.
+        trainable: whether the weight needs a gradient. A frozen one keeps nothing.
+        shares_input_with: units that read the same tensor, which is stored once.
+        low_format, high_format: of the saved activation on the low-cost and on the recovery path.
+        dtypes: of the activations that were stored.
+        activations: ``{"rows", "width", "dtype", "calls"}`` of each, the activation taken as a matrix.
+        bytes_full: what PyTorch keeps: the activation in its own dtype. 0 for what ``stored_with`` counts.
+        bytes_low: what the low-cost path keeps. 0 for what ``stored_with`` counts.
+        bytes_high: what the recovery path keeps; the unit's own, as under torch.compile. (In eager mode, units that
+            share their input share this too, and it replaces the low-cost one instead of joining it.)
+        stored_with: the first unit of the table that stores this unit's input, or some of it; ``""`` if that is itself.
+        guard: ``"low"`` or ``"high"``: the path it is on now.
+        times_recovered: how often it went onto the recovery path.
+        steps_recovered: in how many steps it was there.
+        seen: whether it ever ran in training mode.
+        notes: what else there is to know.
+    """
+
+    index: int
+    unit: str
+    operator: str
+    shape: tuple[int, ...]
+    trainable: bool
+    shares_input_with: tuple[str, ...]
+    low_format: str
+    high_format: str
+    dtypes: tuple[str, ...]
+    activations: tuple[Mapping[str, Any], ...]
+    bytes_full: int | None
+    bytes_low: int | None
+    bytes_high: int | None
+    stored_with: str
+    guard: str
+    times_recovered: int
+    steps_recovered: int
+    seen: bool
+    notes: tuple[str, ...]
+
+
+def unit_rows(installed: ModelController) -> tuple[UnitRow, ...]:
+    """The rows of the table, in the order of the units."""
+    units, recipe = installed.units, installed.recipe
+    high = installed.flags.tolist()
+    kept = [activations(unit.observation) if unit.trainable else Counter[Activation]() for unit in units]
+    rows = []
+    for unit, own, (counted, stored_with) in zip(units, kept, counted_once(units, kept), strict=True):
+        known = bool(own) or not unit.trainable
+        dtypes = tuple(dict.fromkeys(_dtype_name(activation.dtype) for activation in own))
+        rows.append(
+            UnitRow(
+                index=unit.index,
+                unit=unit.name,
+                operator=unit.spec.operator,
+                shape=unit.spec.shape,
+                trainable=unit.trainable,
+                shares_input_with=unit.spec.shares_input_with,
+                low_format=recipe.low.label,
+                high_format=recipe.high.label,
+                dtypes=dtypes,
+                activations=tuple(
+                    {"rows": a.rows, "width": a.width, "dtype": _dtype_name(a.dtype), "calls": calls}
+                    for a, calls in own.items()
+                ),
+                bytes_full=total_bytes(counted, Format("none")) if known else None,
+                bytes_low=total_bytes(counted, recipe.low) if known else None,
+                bytes_high=total_bytes(own, recipe.high) if known else None,
+                stored_with=stored_with,
+                guard="high" if high[unit.index] else "low",
+                times_recovered=installed.times_recovered(unit.index),
+                steps_recovered=installed.steps_recovered(unit.index),
+                seen=unit.observation.seen,
+                notes=tuple(_notes(unit)),
+            )
+        )
+    return tuple(rows)
+
+
+def _notes(unit: Unit) -> Iterator[str]:
+    if unit.spec.note:
+        yield unit.spec.note
+    if not unit.trainable:
+        yield "frozen: saves nothing"
+    elif not unit.observation.seen:
+        yield "not seen yet: no forward in training mode has run it"
+
+
+class Activation(NamedTuple):
+    """One saved activation as formats see it: a matrix. ``[4, 8, 16]`` and its view ``[32, 16]`` are the same one."""
+
+    rows: int
+    width: int
+    dtype: torch.dtype
+
+    def nbytes(self, fmt: Format) -> int:
+        """Bytes it takes in ``fmt``, scales included."""
+        return nbytes((self.rows, self.width), fmt, self.dtype)
+
+
+def activations(observation: Observation) -> Counter[Activation]:
+    """How often a unit stored which activation in its last pass."""
+    found: Counter[Activation] = Counter()
+    for (shape, dtype), calls in observation.current.items():
+        found[Activation(math.prod(shape[:-1]), shape[-1] if shape else 1, dtype)] += calls
+    return found
+
+
+def counted_once(
+    units: Iterable[Unit], kept: Sequence[Counter[Activation]]
+) -> Iterator[tuple[Counter[Activation], str]]:
+    """For each unit, the activations that no earlier unit has stored already, and the first one that has some.
+
+    Units that read one tensor store it once. A unit called several times may share only some of its inputs, so the
+    calls that its earlier companions made are taken off, not the unit.
+    """
+    earlier: dict[str, Counter[Activation]] = {}
+    for unit, own in zip(units, kept, strict=True):
+        companions = [name for name in unit.spec.shares_input_with if name in earlier]
+        stored: Counter[Activation] = functools.reduce(operator.or_, (earlier[name] for name in companions), Counter())
+        yield own - stored, next((name for name in companions if own & earlier[name]), "")
+        earlier[unit.name] = own
+
+
+def total_bytes(kept: Counter[Activation], fmt: Format) -> int:
+    """Bytes of all activations in ``kept``."""
+    return sum(calls * activation.nbytes(fmt) for activation, calls in kept.items())
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
