@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import gc
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -58,6 +59,14 @@ def make(name: str, recipe: str, dtype: torch.dtype = torch.float32) -> Pair:
     model = copy.deepcopy(stock.model)
     gnmr_fx.instrument(model, recipe, **instrument_options(case, stock))
     return Pair(case, stock, stock._replace(model=model), gnmr_fx.controller(model))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _drop_models() -> Iterator[None]:
+    """The controllers of models that live on would see the optimizer steps of other tests."""
+    yield
+    make.cache_clear()
+    gc.collect()
 
 
 def run(built: Built, call: Callable[..., Any] | None = None, *, autocast: bool = False) -> Run:
@@ -340,8 +349,8 @@ def flip_tolerance(numel: int) -> float:
     """Relative change of a weight gradient that differently rounded activations can make through a 4-bit format.
 
     Inductor fuses and reorders sums: activations differ by up to about 32 fp32 roundings of their range R, that is
-    32 * 2**-24 * R. A step of a 4-bit code is R / 15, so at most a share p = 2 * 15 * 32 * 2**-24 of the codes lies that
-    near to the border between two of them and may flip, by one step. All codes together err by step / sqrt(12) in the
+    32 * 2**-24 * R. A step of a 4-bit code is R / 15, so at most a share p = 2 * 15 * 32 * 2**-24 of the codes lies
+    that near to the border between two of them and may flip, by one step. All codes together err by step / sqrt(12) in the
     mean square and change a gradient by about 0.1, so n flips among ``numel`` change it by 0.1 * sqrt(12 * n / numel):
     here for the expected number and one more, at places where the output gradient is twice its usual size.
     """
