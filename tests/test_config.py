@@ -17,8 +17,8 @@ from gnmr_fx.errors import BudgetError, ConfigError, GnmrError
 def test_defaults() -> None:
     config = GnmrConfig()
     assert dataclasses.asdict(config) == {
-        "alpha": 3.0,
-        "beta": 2.5,
+        "alpha": 5.0,
+        "beta": 4.0,
         "window": 8,
         "lock_steps": 50,
         "warmup_steps": 20,
