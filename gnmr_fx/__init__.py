@@ -23,6 +23,7 @@ from gnmr_fx.errors import (
     StateMismatchError,
     UnknownRecipeError,
     UnknownUnitError,
+    UnsupportedTransformError,
 )
 from gnmr_fx.instrument import controller, instrument, uninstrument
 from gnmr_fx.operator_table import Table, table
@@ -54,6 +55,7 @@ __all__ = [
     "Table",
     "UnknownRecipeError",
     "UnknownUnitError",
+    "UnsupportedTransformError",
     "controller",
     "instrument",
     "report",

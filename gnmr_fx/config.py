@@ -36,7 +36,7 @@ class GnmrConfig:
             ``mean="ema"``.
         max_events: largest number of event records kept for the report.
 
-    The default thresholds are passed by about 1% of the unit-steps of an ordinary run of the demo model
+    The default thresholds are passed by less than 1% of the unit-steps of an ordinary run of the demo model
     (``benchmarks/thresholds.py``); the paper's own thresholds are not public.
 
     Raises:

@@ -231,9 +231,7 @@ def state_to_dict(state: State) -> StateDict:
     return saved
 
 
-def state_from_dict(
-    saved: Mapping[str, object], config: GnmrConfig, max_active: int | float, num_units: int
-) -> State:
+def state_from_dict(saved: Mapping[str, object], config: GnmrConfig, max_active: int | float, num_units: int) -> State:
     """The inverse of :func:`state_to_dict`.
 
     Args:
@@ -363,9 +361,7 @@ def _row_sum(rows: Tensor) -> Tensor:
     return rows.cumsum(dim=0)[-1]
 
 
-def _tensor_layout(
-    num_units: int, window: int, mean_kind: MeanKind
-) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+def _tensor_layout(num_units: int, window: int, mean_kind: MeanKind) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     """Shape and dtype of each tensor of a saved state, by field name."""
     layout: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
         "mean": ((num_units,), torch.float64),
@@ -409,6 +405,5 @@ def _loaded(name: str, value: object, shape: tuple[int, ...], dtype: torch.dtype
 
 def _invalid(name: str, expected: str, found: object) -> StateMismatchError:
     return StateMismatchError(
-        f"{name} of the saved state: expected {expected}, found {found}. Pass what state_to_dict returned, "
-        "unchanged."
+        f"{name} of the saved state: expected {expected}, found {found}. Pass what state_to_dict returned, unchanged."
     )

@@ -58,6 +58,10 @@ class DoubleBackwardError(GnmrError, RuntimeError):
     """A second derivative was asked of a guarded operator, whose saved activation is quantized."""
 
 
+class UnsupportedTransformError(GnmrError, RuntimeError):
+    """A ``torch.func`` transform (``grad``, ``vmap``, ...) over a guarded operator."""
+
+
 class InvariantError(GnmrError, RuntimeError):
     """A pass broke one of its stated invariants; a bug in gnmr-fx, not in the model."""
 

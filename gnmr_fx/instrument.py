@@ -188,7 +188,7 @@ def _refuse_instrumented(model: nn.Module) -> None:
 def _patterns(option: str, patterns: Iterable[str] | str | None) -> tuple[str, ...] | None:
     if patterns is None:
         return None
-    found = (patterns,) if isinstance(patterns, str) else tuple(patterns)
+    found = (patterns,) if isinstance(patterns, str) else tuple(patterns) if isinstance(patterns, Iterable) else (None,)
     if (not found and option == "include") or not all(isinstance(p, str) and p for p in found):
         raise PatternError(f"{option}: expected one or more glob patterns on module paths, found {patterns!r}")
     return found

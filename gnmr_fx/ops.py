@@ -27,7 +27,7 @@ from torch._compile import _disable_dynamo
 from torch._library.fake_impl import allocate_size
 
 from gnmr_fx import kernels
-from gnmr_fx.errors import DoubleBackwardError
+from gnmr_fx.errors import DoubleBackwardError, UnsupportedTransformError
 from gnmr_fx.formats import Encoded, payload_dtype, payload_shape, scales_shape
 from gnmr_fx.projections import KINDS
 from gnmr_fx.recipe import Format
@@ -233,6 +233,7 @@ def guarded_projection(
 
     Raises:
         DoubleBackwardError: in a backward with ``create_graph=True``.
+        UnsupportedTransformError: under a ``torch.func`` transform.
     """
     if not is_guardable(x, w, training):
         return stock_projection(kind, extra, x, w, b, offs)
@@ -240,6 +241,12 @@ def guarded_projection(
     cast = KINDS[kind].autocast and torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64
     dtype = torch.get_autocast_dtype(x.device.type) if cast else x.dtype
     if eager:
+        if torch._C._are_functorch_transforms_active():
+            raise UnsupportedTransformError(
+                "expected plain autograd, found a torch.func transform (grad, vmap, jvp, ...) over an operator guarded "
+                "by gnmr-fx, whose packed activation it cannot see through; call model.eval() or "
+                "gnmr_fx.uninstrument(model) for this computation"
+            )
         handle.observation.add(torch.Size(stored_shape(x.shape)), dtype)
         active = bool(handle.guard)
         if (handle.high if active else handle.low) == "none":  # before the cast, which autocast makes once per weight

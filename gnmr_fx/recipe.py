@@ -74,9 +74,7 @@ class Format:
         if self.granularity != "group":
             object.__setattr__(self, "group_size", 0)
         elif isinstance(self.group_size, bool) or not isinstance(self.group_size, int) or self.group_size < 1:
-            raise FormatError(
-                f"expected group_size to be an int from 1, found {self.group_size!r}; 128 is the default"
-            )
+            raise FormatError(f"expected group_size to be an int from 1, found {self.group_size!r}; 128 is the default")
         # Hashed on every kernel call: computed once.
         fields = (self.dtype, self.granularity, self.group_size, self.rounding)
         object.__setattr__(self, "_hash", hash(fields))
@@ -140,8 +138,7 @@ class Format:
         match = re.fullmatch(r"(\w+)(?:/(tensor|token|group)(\d*)(?:/(\w+))?)?", spec)
         if match is None or (match[3] and match[2] != "group"):
             raise FormatError(
-                "expected a format spec such as 'int4/group128/nearest', 'int8/token' or 'none', "
-                f"found {spec!r}"
+                f"expected a format spec such as 'int4/group128/nearest', 'int8/token' or 'none', found {spec!r}"
             )
         dtype, granularity, size, rounding = match.groups()
         options: dict[str, object] = {"granularity": granularity, "rounding": rounding}

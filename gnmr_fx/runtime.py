@@ -290,6 +290,7 @@ class Controller:
         self._optimizer_hook = None
         self._hooks = [(None, None)] * len(self.units)
         self._foreign_steps = 0
+        self._heard_since_foreign_step = False
         self._warned_foreign = False
 
     # Gradients -------------------------------------------------------------------------------------------------------
@@ -298,7 +299,7 @@ class Controller:
         """Hook the weights as the modules hold them now: moving, wrapping and sharding may have replaced them."""
         for unit in self.units:
             weight, (hooked, hook) = unit.weight, self._hooks[unit.index]
-            if weight is hooked or not weight.requires_grad:
+            if weight is hooked or not (weight.requires_grad and weight.is_leaf):
                 continue
             if hooked is not None:
                 _remove_hook(hooked, hook)
@@ -323,13 +324,15 @@ class Controller:
     def _backward_ended(self) -> None:
         start = time.perf_counter()
         self._backward_open = False
+        self._heard_since_foreign_step = True
         for indices, norms in self._pending:
             overflowed = self._overflowed.setdefault(
                 norms.device, torch.zeros(len(self.units), dtype=torch.bool, device=norms.device)
             )
             overflowed[indices] |= ~norms.isfinite()
         by_kind: dict[tuple[torch.device, torch.dtype], list[int]] = collections.defaultdict(list)
-        gradients = [unit.weight.grad if fresh else None for unit, fresh in zip(self.units, self._fresh, strict=True)]
+        weights = [unit.weight if fresh else None for unit, fresh in zip(self.units, self._fresh, strict=True)]
+        gradients = [weight.grad if weight is not None and weight.is_leaf else None for weight in weights]
         for index, gradient in enumerate(gradients):
             if gradient is not None:
                 by_kind[gradient.device, gradient.dtype].append(index)
@@ -362,7 +365,9 @@ class Controller:
             self.step(grad_scale=active_grad_scale())
             self._foreign_steps = 0
             return
-        self._foreign_steps += 1
+        # Only steps between which gradients arrived: another model's optimizer is none of this one's business.
+        self._foreign_steps += self._heard_since_foreign_step
+        self._heard_since_foreign_step = False
         if self._foreign_steps >= _FOREIGN_STEPS_BEFORE_WARNING and not self._warned_foreign:
             self._warned_foreign = True
             warnings.warn(

@@ -62,10 +62,11 @@ def find(plan: Plan) -> Plan:
     findings, more_left = _merge_captured(plan, findings)
     units = _units(plan, findings)
     units, chosen_out = _select(plan, units)
+    left_alone = [*chosen_out, *left, *more_left]
     if not units:
-        raise NoRecoverableOperatorError(_nothing_found(plan, chosen_out))
-    names = {name for unit in units for name in (unit.name,)}
-    left_alone = [item for item in (*chosen_out, *left, *more_left) if item.name not in names]
+        raise NoRecoverableOperatorError(_nothing_found(plan, left_alone))
+    names = {unit.name for unit in units}
+    left_alone = [item for item in left_alone if item.name not in names]
     return replace(plan, findings=tuple(findings), units=tuple(units), left_alone=tuple(dict.fromkeys(left_alone)))
 
 
@@ -100,7 +101,7 @@ def _look(model: nn.Module) -> tuple[list[Finding], list[LeftAlone]]:
             ]
             continue
         for name, parameter in module.named_parameters(recurse=False):
-            reason = _unfit(parameter)
+            reason = _unfit(parameter) or _computed(module, name)
             if parameter.dim() >= 2 and reason:
                 left.append(LeftAlone(_unit_name(path, name), "", tuple(parameter.shape), reason))
         findings += _look_at(path, module)
@@ -118,9 +119,17 @@ def _unfit(parameter: Tensor) -> str:
     return ""
 
 
+def _computed(module: nn.Module, parameter: str) -> str:
+    """Whether a hook computes the weight from ``parameter`` (pruning, weight and spectral norm), as a reason."""
+    weight = parameter.rpartition("_")[0]
+    return f"{weight} is computed from it before each forward" if isinstance(vars(module).get(weight), Tensor) else ""
+
+
 def _look_at(path: str, module: nn.Module) -> list[Finding]:
     own = [
-        name for name, p in module.named_parameters(recurse=False) if p is not None and p.dim() >= 2 and not _unfit(p)
+        name
+        for name, p in module.named_parameters(recurse=False)
+        if p.dim() >= 2 and not _unfit(p) and not _computed(module, name)
     ]
     if own:
         graph = trace_site(module)
@@ -454,7 +463,7 @@ def _nothing_found(plan: Plan, left: list[LeftAlone]) -> str:
         found = ", ".join(f"{item.name} ({item.reason})" for item in left[:5])
         return (
             f"expected at least one operator to guard, found only operators that are left alone: {found}; "
-            "name them in include=[...] to have them guarded"
+            "an output head is guarded if include=[...] names it"
         )
     return (
         f"expected a model with projections (linear, matmul, addmm, einsum, grouped GEMM against a parameter), found "

@@ -154,6 +154,18 @@ def test_quantized_and_integer_weights_are_left_alone():
     assert any("uint8" in item.reason for item in plan.left_alone)
 
 
+def test_weights_that_hooks_compute_are_left_alone():
+    from torch.nn.utils import prune
+
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    prune.l1_unstructured(model[0], "weight", 0.5)
+    plan = found(model)
+    assert names(plan) == ["1"]
+    assert [(i.name, i.reason) for i in plan.left_alone] == [
+        ("0.weight_orig", "weight is computed from it before each forward")
+    ]
+
+
 def test_what_the_captured_forward_does_not_multiply_with_is_left_alone():
     class Table(nn.Module):
         def __init__(self) -> None:
@@ -189,8 +201,12 @@ def test_a_pattern_that_matches_nothing(option):
 
 
 def test_nothing_to_recover():
-    with pytest.raises(NoRecoverableOperatorError, match="found none"):
-        found(nn.Sequential(nn.LayerNorm(8), nn.Conv2d(3, 3, 1)).requires_grad_(False)[:1])
+    with pytest.raises(NoRecoverableOperatorError, match="found none in Sequential"):
+        found(nn.Sequential(nn.LayerNorm(8), nn.ReLU()))
+    with pytest.raises(NoRecoverableOperatorError, match="a convolution is not a projection"):
+        found(nn.Sequential(nn.Conv2d(3, 3, 1)))
+    with pytest.raises(NoRecoverableOperatorError, match="complex64"):
+        found(nn.Sequential(nn.Linear(8, 8, dtype=torch.complex64)))
     with pytest.raises(NoRecoverableOperatorError, match="output head"):
         found(nn.ModuleDict({"lm_head": nn.Linear(8, 8)}))
 

@@ -249,6 +249,14 @@ def test_a_second_derivative_is_refused():
         torch.autograd.grad(out.sum(), w, create_graph=True)
 
 
+def test_functional_transforms_are_refused():
+    module = gnmr_fx.instrument(torch.nn.Linear(8, 8).train())
+    x = torch.randn(3, 2, 8)
+    with pytest.raises(gnmr_fx.UnsupportedTransformError, match=r"torch\.func"):
+        torch.vmap(module)(x)
+    assert torch.equal(torch.vmap(module.eval())(x), torch.vmap(gnmr_fx.uninstrument(module))(x))
+
+
 def test_a_recipe_of_two_exact_formats_is_the_stock_operator():
     module = torch.nn.Linear(8, 8).train()
     gnmr_fx.instrument(module, Recipe(Format("none"), Format("none")))

@@ -275,6 +275,33 @@ def test_an_optimizer_of_another_model_does_not_tick_or_warn():
     assert c.step_count == 0
 
 
+def test_a_waiting_gradient_does_not_make_other_optimizers_foreign():
+    m, other, x = model(), model(), torch.randn(4, 8)
+    instrumented(m)
+    m(x).square().mean().backward()  # and never a step
+    optimizer = torch.optim.SGD(other.parameters(), 0.1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(8):
+            other(x).square().mean().backward()
+            optimizer.step()
+
+
+def test_a_weight_pruned_after_instrument_is_missing_and_harmless():
+    from torch.nn.utils import prune
+
+    m, x = model(), torch.randn(4, 8)
+    c = instrumented(m)
+    prune.l1_unstructured(m[0], "weight", 0.5)
+    optimizer = torch.optim.SGD(m.parameters(), 0.1)
+    for _ in range(2):
+        m(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert c.decision is not None
+    assert c.decision.missing.tolist() == [True, False, False]
+
+
 def test_weights_unfrozen_after_instrument_are_heard(monkeypatch):
     m, x = model(), torch.randn(4, 8)
     m.requires_grad_(False)
