@@ -93,7 +93,7 @@ def assert_bitwise(found: Run, expected: Run) -> None:
 def assert_close(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], tolerance: float) -> None:
     """Every gradient within ``tolerance`` times the largest element of any."""
     assert found.keys() == expected.keys()
-    largest = max(g.abs().max().item() for g in expected.values())
+    largest = max((g.abs().max().item() for g in expected.values()), default=0.0)
     errors = {name: (found[name] - expected[name]).abs().max().item() / largest for name in expected}
     wrong = {name: error for name, error in errors.items() if not error <= tolerance}
     assert not wrong
@@ -350,9 +350,10 @@ def flip_tolerance(numel: int) -> float:
 
     Inductor fuses and reorders sums: activations differ by up to about 32 fp32 roundings of their range R, that is
     32 * 2**-24 * R. A step of a 4-bit code is R / 15, so at most a share p = 2 * 15 * 32 * 2**-24 of the codes lies
-    that near to the border between two of them and may flip, by one step. All codes together err by step / sqrt(12) in the
-    mean square and change a gradient by about 0.1, so n flips among ``numel`` change it by 0.1 * sqrt(12 * n / numel):
-    here for the expected number and one more, at places where the output gradient is twice its usual size.
+    that near to the border between two of them and may flip, by one step. All codes together err by step / sqrt(12) in
+    the mean square and change a gradient by about 0.1, so n flips among ``numel`` change it by
+    0.1 * sqrt(12 * n / numel): here for the expected number and one more, at places where the output gradient is twice
+    its usual size.
     """
     share = 2 * 15 * 32 * 2**-24
     return 2 * 0.1 * math.sqrt(12 * (1 + share * numel) / numel)

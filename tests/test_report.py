@@ -118,7 +118,7 @@ def test_schedules_are_evaluated_at_the_step_of_the_event() -> None:
     ],
 )
 def test_records_in_words(record: Event, expected: tuple[str, str]) -> None:
-    assert told(record, gnmr_fx.GnmrConfig()) == expected
+    assert told(record, gnmr_fx.GnmrConfig(alpha=3.0, beta=2.5)) == expected
 
 
 def test_guards_pinned_by_hand_are_told_exactly(tmp_path: Path) -> None:
