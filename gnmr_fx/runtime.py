@@ -17,6 +17,7 @@ step, as a risk and not as an entry of a history.
 from __future__ import annotations
 
 import collections
+import math
 import sys
 import time
 import types
@@ -346,14 +347,15 @@ class Controller:
 
     def _host_norms(self, grad_scale: float) -> Tensor:
         """Norms [units], float64 on the host; ``MISSING`` where there is no gradient."""
-        norms = torch.full((len(self.units),), MISSING, dtype=torch.float64)
+        found = [MISSING] * len(self.units)
         for indices, values in self._pending:
-            norms[indices] = values.to("cpu", torch.float64) / grad_scale
+            for index, norm in zip(indices, values.tolist(), strict=True):
+                found[index] = norm / grad_scale
         for overflowed in self._overflowed.values():
-            norms[overflowed.cpu()] = torch.inf
-        unseen = [unit.index for unit in self.units if not unit.observation.seen]
-        norms[unseen] = MISSING
-        return norms
+            for index in overflowed.nonzero().flatten().tolist():
+                found[index] = math.inf
+        seen = [norm if unit.observation.seen else MISSING for unit, norm in zip(self.units, found, strict=True)]
+        return torch.tensor(seen, dtype=torch.float64)
 
     def optimizer_stepped(self, optimizer: torch.optim.Optimizer) -> None:
         """Called after every step of any ``torch.optim`` optimizer in the process."""
@@ -383,12 +385,13 @@ class Controller:
 
     def _count(self, decision: Decision, norms: Tensor) -> None:
         target = decision.active if self._forced is None else self._forced
-        recovered = int(target.sum())
         self._steps_recovered += target
+        counted = torch.stack((decision.risky, decision.refused, ~norms.isfinite(), target)).sum(dim=1)
+        risky, refused, non_finite, recovered = counted.tolist()
         counts = self._counts
-        counts["risky"] += int(decision.risky.sum())
-        counts["refused"] += int(decision.refused.sum())
-        counts["non_finite"] += int((~norms.isfinite()).sum())
+        counts["risky"] += risky
+        counts["refused"] += refused
+        counts["non_finite"] += non_finite
         counts["recovered"] += recovered
         counts["most_active"] = max(counts["most_active"], recovered)
         counts["full"] += recovered == min(self.max_active, len(self.units))
@@ -396,9 +399,11 @@ class Controller:
     def _apply(self, target: Tensor, decision: Decision | None, norms: Tensor | None = None) -> None:
         """Set the guards to ``target`` and record what is worth it: changes, and with ``norms`` this step's risks."""
         changed = target != self.flags
+        told = changed if norms is None or decision is None else changed | decision.risky
+        if not told.any():
+            return
         self._times_recovered += changed & target
         self._counts["switches"] += int(changed.sum())
-        told = changed if norms is None or decision is None else changed | decision.risky
         for index in told.nonzero().flatten().tolist():
             self._counts["events"] += 1
             self.events.append(self._event(index, bool(target[index]), bool(changed[index]), decision, norms))

@@ -79,9 +79,7 @@ def test_invalid_values_say_what_was_expected_and_found(field: str, value: objec
 
 
 def test_smallest_valid_values() -> None:
-    GnmrConfig(
-        alpha=math.inf, beta=5e-324, window=1, lock_steps=1, warmup_steps=0, max_events=1, ema_decay=5e-324
-    )
+    GnmrConfig(alpha=math.inf, beta=5e-324, window=1, lock_steps=1, warmup_steps=0, max_events=1, ema_decay=5e-324)
 
 
 def test_a_schedule_is_not_called_when_the_config_is_built() -> None:

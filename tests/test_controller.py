@@ -289,9 +289,7 @@ def test_a_saved_state_goes_on_bitwise(case: tuple[list[list[float]], GnmrConfig
     saved = torch.load(file, weights_only=True)
     loaded = state_from_dict(saved, config, max_active, len(rows[0]))
     assert contents(loaded) == contents(state)
-    rest = [
-        (contents(after), contents(made)) for after, made in run(rows[split:], config, max_active, loaded)
-    ]
+    rest = [(contents(after), contents(made)) for after, made in run(rows[split:], config, max_active, loaded)]
     assert rest == whole[split:]
 
 

@@ -164,8 +164,7 @@ def test_packing_matches_a_plain_loop(dtype: FormatDtype) -> None:
     codes = torch.randint(0, 2**bits, (5, 32))
     half = 32 // per_byte
     expected = [
-        [sum(int(row[j + i * half]) << (bits * i) for i in range(per_byte)) for j in range(half)]
-        for row in codes
+        [sum(int(row[j + i * half]) << (bits * i) for i in range(per_byte)) for j in range(half)] for row in codes
     ]
     packed = formats._pack(codes.float(), fmt)
     assert packed.tolist() == expected
@@ -189,8 +188,7 @@ def test_inputs_are_left_alone_and_strides_do_not_matter() -> None:
             before = view.clone()
             strided, plain = formats.encode(view, fmt, 3), formats.encode(before, fmt, 3)
             assert all(
-                torch.equal(a.view(torch.uint8), b.view(torch.uint8))
-                for a, b in zip(strided, plain, strict=True)
+                torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(strided, plain, strict=True)
             )
             assert torch.equal(view, before)
 
@@ -300,9 +298,7 @@ def test_relative_error_on_normal_numbers(spec: str, relative: float) -> None:
 
 
 @pytest.mark.parametrize("fmt", ALL_FORMATS, ids=str)
-@pytest.mark.parametrize(
-    "scale", [1e38, 1e30, 1.0, 1e-30, 1e-37], ids=["1e38", "1e30", "1", "1e-30", "1e-37"]
-)
+@pytest.mark.parametrize("scale", [1e38, 1e30, 1.0, 1e-30, 1e-37], ids=["1e38", "1e30", "1", "1e-30", "1e-37"])
 def test_huge_and_tiny(fmt: Format, scale: float) -> None:
     x = torch.linspace(-1, 1, 3 * 64).reshape(3, 64) * scale
     decoded = round_trip(x, fmt)
@@ -328,9 +324,7 @@ def test_non_finite_values_show(fmt: Format, value: float) -> None:
     x[1, 40] = value
     encoded = formats.encode(x, fmt, 1)
     again = formats.encode(x, fmt, 1)
-    assert all(
-        torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(encoded, again, strict=True)
-    )
+    assert all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(encoded, again, strict=True))
     for dtype in INPUT_DTYPES:
         decoded = formats.decode(encoded, fmt, x.shape, dtype)
         in_group = torch.zeros(4, 64, dtype=torch.bool)
@@ -399,9 +393,7 @@ def test_stochastic_is_reproducible() -> None:
             first.payload.view(torch.uint8), formats.encode(x, fmt, torch.tensor(7)).payload.view(torch.uint8)
         )
         torch.manual_seed(99)
-        assert torch.equal(
-            first.payload.view(torch.uint8), formats.encode(x, fmt, 7).payload.view(torch.uint8)
-        )
+        assert torch.equal(first.payload.view(torch.uint8), formats.encode(x, fmt, 7).payload.view(torch.uint8))
         for seed in (8, -7, 7 + 2**32, 2**63 - 1):
             other = formats.encode(x, fmt, seed)
             assert not torch.equal(first.payload.view(torch.uint8), other.payload.view(torch.uint8))
@@ -429,9 +421,7 @@ def test_uniform_numbers_are_uniform() -> None:
 # --- errors and surroundings ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "dtype", [torch.int32, torch.bool, torch.complex64, torch.uint8, torch.float8_e4m3fn]
-)
+@pytest.mark.parametrize("dtype", [torch.int32, torch.bool, torch.complex64, torch.uint8, torch.float8_e4m3fn])
 def test_rejects_other_dtypes(dtype: torch.dtype) -> None:
     for fmt in (Format("int4"), Format("none"), Format("bf16")):
         with pytest.raises(FormatError, match=str(dtype)):
@@ -489,8 +479,7 @@ def test_surroundings_do_not_matter(ambient: str) -> None:
         encoded = formats.encode(x, fmt, 1)
         assert not any(part.requires_grad for part in encoded)
         assert all(
-            torch.equal(a.view(torch.uint8), b.view(torch.uint8))
-            for a, b in zip(encoded, expected[fmt], strict=True)
+            torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(encoded, expected[fmt], strict=True)
         )
         assert torch.equal(
             formats.decode(encoded, fmt, x.shape, x.dtype),

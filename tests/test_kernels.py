@@ -40,10 +40,7 @@ SWEEP = [
 ]
 CASES = [
     *(pytest.param(Format.parse(spec), dtype, id=f"{spec}-{dtype}") for spec, dtype in FEW),
-    *(
-        pytest.param(Format.parse(spec), dtype, id=f"{spec}-{dtype}", marks=pytest.mark.slow)
-        for spec, dtype in SWEEP
-    ),
+    *(pytest.param(Format.parse(spec), dtype, id=f"{spec}-{dtype}", marks=pytest.mark.slow) for spec, dtype in SWEEP),
 ]
 FIRST, FIRST_DTYPE = Format.parse(FEW[0][0]), FEW[0][1]
 
@@ -107,9 +104,7 @@ def test_fused_is_readable_bit_for_bit(fmt: Format, dtype: torch.dtype) -> None:
     assert torch.equal(fused.payload.float().nan_to_num(99), readable.payload.float().nan_to_num(99))
     assert torch.equal(fused.scales.float().nan_to_num(99), readable.scales.float().nan_to_num(99))
     decoded = kernels.decode(fused, fmt, wide.shape, dtype, backend="inductor")
-    assert torch.equal(
-        decoded.nan_to_num(99), formats.decode(readable, fmt, wide.shape, dtype).nan_to_num(99)
-    )
+    assert torch.equal(decoded.nan_to_num(99), formats.decode(readable, fmt, wide.shape, dtype).nan_to_num(99))
     assert decoded[~wide.isfinite()].isnan().all()
 
 
@@ -127,9 +122,7 @@ def test_strides_offsets_and_gradients_do_not_matter() -> None:
     assert same(encoded.payload, formats.encode(x, FIRST).payload)
     assert not any(part.requires_grad for part in encoded)
     wider = formats.Encoded(encoded.payload.repeat(1, 2)[:, :64], encoded.scales.t().contiguous().t())
-    assert same(
-        kernels.decode(wider, FIRST, x.shape, x.dtype), kernels.decode(encoded, FIRST, x.shape, x.dtype)
-    )
+    assert same(kernels.decode(wider, FIRST, x.shape, x.dtype), kernels.decode(encoded, FIRST, x.shape, x.dtype))
 
 
 @pytest.mark.usefixtures("rebuilt")
@@ -225,9 +218,7 @@ def test_settings_and_passes_of_the_user_do_not_enter() -> None:
     def fail(graph: torch.fx.Graph) -> None:
         pytest.fail("a pass of the user ran on a kernel")
 
-    with config.patch(
-        {"post_grad_custom_post_pass": fail, "cpp.enable_floating_point_contract_flag": "fast"}
-    ):
+    with config.patch({"post_grad_custom_post_pass": fail, "cpp.enable_floating_point_contract_flag": "fast"}):
         assert_fused_is_readable(torch.randn(3, 128), FIRST)
         assert config.post_grad_custom_post_pass is fail
 
@@ -276,9 +267,7 @@ def test_formats_without_scales_and_subclasses_take_the_readable_code(
     x = torch.randn(3, 70)
     for fmt in (Format("none"), Format("bf16")):
         encoded = kernels.encode(x, fmt, backend="inductor")
-        assert same(
-            kernels.decode(encoded, fmt, x.shape, x.dtype), formats.decode(encoded, fmt, x.shape, x.dtype)
-        )
+        assert same(kernels.decode(encoded, fmt, x.shape, x.dtype), formats.decode(encoded, fmt, x.shape, x.dtype))
 
     class Tagged(Tensor):
         pass
@@ -344,9 +333,7 @@ with warnings.catch_warnings(record=True) as caught:
 print([w.category.__name__ for w in caught if "gnmr" in w.category.__module__])
 """
     environment = {**os.environ, "CXX": "/nonexistent/c++", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
-    run = subprocess.run(
-        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True
-    )
+    run = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
     assert run.stdout.split("\n")[0] == "['GnmrWarning']"
 
 

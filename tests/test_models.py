@@ -350,10 +350,10 @@ def flip_tolerance(numel: int) -> float:
 
     Inductor fuses and reorders sums: activations differ by up to about 32 fp32 roundings of their range R, that is
     32 * 2**-24 * R. A step of a 4-bit code is R / 15, so at most a share p = 2 * 15 * 32 * 2**-24 of the codes lies
-    that near to the border between two of them and may flip, by one step. All codes together err by step / sqrt(12) in
-    the mean square and change a gradient by about 0.1, so n flips among ``numel`` change it by
-    0.1 * sqrt(12 * n / numel): here for the expected number and one more, at places where the output gradient is twice
-    its usual size.
+    that near to the border between two of them and may flip, by one step. All codes together err by step / sqrt(12)
+    in the mean square and change a gradient by about 0.1, so n flips among ``numel`` change it by
+    0.1 * sqrt(12 * n / numel): here for the expected number and one more, at places where the output gradient is
+    twice its usual size.
     """
     share = 2 * 15 * 32 * 2**-24
     return 2 * 0.1 * math.sqrt(12 * (1 + share * numel) / numel)
