@@ -332,13 +332,11 @@ class Controller:
             )
             overflowed[indices] |= ~norms.isfinite()
         by_kind: dict[tuple[torch.device, torch.dtype], list[int]] = collections.defaultdict(list)
-        weights = [unit.weight if fresh else None for unit, fresh in zip(self.units, self._fresh, strict=True)]
-        gradients = [weight.grad if weight is not None and weight.is_leaf else None for weight in weights]
-        for index, gradient in enumerate(gradients):
-            if gradient is not None:
-                by_kind[gradient.device, gradient.dtype].append(index)
+        for index, (fresh, (weight, _)) in enumerate(zip(self._fresh, self._hooks, strict=True)):
+            if fresh and weight.grad is not None:
+                by_kind[weight.grad.device, weight.grad.dtype].append(index)
         self._pending = [
-            (indices, gradient_norms([g for i in indices if (g := gradients[i]) is not None]))
+            (indices, gradient_norms([self._hooks[index][0].grad for index in indices]))
             for indices in by_kind.values()
         ]
         for unit in self.units:

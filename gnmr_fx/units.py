@@ -184,8 +184,8 @@ class Unit:
     @property
     def weight(self) -> Tensor:
         """The weight as the owning module holds it now (it may have been moved, wrapped or sharded since)."""
-        weight: Tensor = getattr(self.module, self.spec.parameter)
-        return weight
+        weight = self.module._parameters.get(self.spec.parameter)  # quicker than the module's __getattr__
+        return weight if weight is not None else getattr(self.module, self.spec.parameter)
 
     @property
     def trainable(self) -> bool:
