@@ -18,9 +18,7 @@ from __future__ import annotations
 
 import collections
 import math
-import sys
 import time
-import types
 import warnings
 import weakref
 from collections.abc import Iterable, Mapping
@@ -34,12 +32,12 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from gnmr_fx.config import GnmrConfig
 from gnmr_fx.controller import MISSING, Decision, init, state_from_dict, state_to_dict, update
 from gnmr_fx.errors import GnmrWarning, StateMismatchError, UnknownUnitError
+from gnmr_fx.gradients import GradientHook, Listener, OptimizerHook, active_grad_scale, gradient_norms, remove_hook
 from gnmr_fx.recipe import Recipe
 from gnmr_fx.units import Handle, Memo, Unit, register_observer, unregister_observer
 
 STATE_VERSION = 1
 _FOREIGN_STEPS_BEFORE_WARNING = 3
-_MAX_FRAMES_TO_SCALER = 16
 
 
 class Event(NamedTuple):
@@ -271,8 +269,8 @@ class Controller:
         for site in self.sites:
             object.__setattr__(site.module, site.attribute, self.handle(site.unit))
         register_observer(self.flags, self)
-        reference = weakref.ref(self)
-        self._optimizer_hook = register_optimizer_step_post_hook(_OptimizerHook(reference))
+        reference: weakref.ref[Listener] = weakref.ref(self)
+        self._optimizer_hook = register_optimizer_step_post_hook(OptimizerHook(reference))
         weakref.finalize(self, self._optimizer_hook.remove)
         self._attach_hooks()
 
@@ -284,7 +282,7 @@ class Controller:
         if self._optimizer_hook is not None:
             self._optimizer_hook.remove()
         for weight, hook in self._hooks:
-            _remove_hook(weight, hook)
+            remove_hook(weight, hook)
         self._detached()
 
     def _detached(self) -> None:
@@ -303,8 +301,8 @@ class Controller:
             if weight is hooked or not (weight.requires_grad and weight.is_leaf):
                 continue
             if hooked is not None:
-                _remove_hook(hooked, hook)
-            new = weight.register_post_accumulate_grad_hook(_GradientHook(weakref.ref(self), unit.index))
+                remove_hook(hooked, hook)
+            new = weight.register_post_accumulate_grad_hook(GradientHook(weakref.ref(self), unit.index))
             self._hooks[unit.index] = (weight, new)
 
     def _reset_step(self) -> None:
@@ -336,8 +334,7 @@ class Controller:
             if fresh and weight.grad is not None:
                 by_kind[weight.grad.device, weight.grad.dtype].append(index)
         self._pending = [
-            (indices, gradient_norms([self._hooks[index][0].grad for index in indices]))
-            for indices in by_kind.values()
+            (indices, gradient_norms([self._hooks[index][0].grad for index in indices])) for indices in by_kind.values()
         ]
         for unit in self.units:
             unit.observation.close()
@@ -442,60 +439,3 @@ class Controller:
 
     def reinstall(self) -> None:
         """Put the generated forwards of a copy in place; set up by :mod:`gnmr_fx.instrument`."""
-
-
-class _GradientHook:
-    """Notes that a weight's gradient was accumulated. Holds the controller weakly: hooks live as long as weights do."""
-
-    __slots__ = ("controller", "index")
-
-    def __init__(self, controller: weakref.ref[Controller], index: int) -> None:
-        self.controller, self.index = controller, index
-
-    def __call__(self, weight: Tensor) -> None:
-        controller = self.controller()
-        if controller is not None:
-            controller.gradient_arrived(self.index)
-
-
-class _OptimizerHook:
-    __slots__ = ("controller",)
-
-    def __init__(self, controller: weakref.ref[Controller]) -> None:
-        self.controller = controller
-
-    def __call__(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        controller = self.controller()
-        if controller is not None:
-            controller.optimizer_stepped(optimizer)
-
-
-def _remove_hook(weight: Tensor | None, hook: Any) -> None:
-    if weight is None:
-        return
-    hook.remove()
-    if not weight._post_accumulate_grad_hooks:
-        weight._post_accumulate_grad_hooks = None  # type: ignore[assignment]  # as it was: registering leaves an empty dict behind
-
-
-def gradient_norms(gradients: list[Tensor]) -> Tensor:
-    """L2 norms, in at least fp32, of tensors of one device and dtype; 1-D on that device, in one fused call."""
-    narrow = gradients[0].dtype.itemsize < torch.float32.itemsize
-    return torch.stack(torch._foreach_norm(gradients, 2, torch.float32 if narrow else None))
-
-
-def active_grad_scale() -> float:
-    """The loss scale of the ``torch.amp.GradScaler`` whose ``step`` is on the call stack; 1.0 where there is none.
-
-    A scaler does not make itself known to the optimizer it drives, and norms are taken before it unscales; the stack is
-    the one place where the two meet.
-    """
-    frame: types.FrameType | None = sys._getframe(1)
-    for _ in range(_MAX_FRAMES_TO_SCALER):
-        if frame is None:
-            break
-        owner = frame.f_locals.get("self")
-        if isinstance(owner, torch.amp.GradScaler):
-            return float(owner.get_scale())
-        frame = frame.f_back
-    return 1.0

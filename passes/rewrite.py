@@ -25,8 +25,8 @@ from torch import fx, nn
 
 from gnmr_fx.intercept import Intercept
 from gnmr_fx.ops import guarded_projection
-from gnmr_fx.passes.find import graph_calls, weight_of
 from gnmr_fx.passes.plan import Finding, Forward, Plan
+from gnmr_fx.passes.trace import graph_calls, weight_of
 from gnmr_fx.projections import Call
 from gnmr_fx.units import HANDLE_PREFIX
 

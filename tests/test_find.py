@@ -10,8 +10,9 @@ from torch.nn.utils import parametrizations
 
 from gnmr_fx.errors import LazyParameterError, NoRecoverableOperatorError, PatternError
 from gnmr_fx.passes.capture import capture
-from gnmr_fx.passes.find import children_weights_in_code, find, matches, trace_site
+from gnmr_fx.passes.find import find, matches
 from gnmr_fx.passes.plan import Plan, Selection
+from gnmr_fx.passes.trace import children_weights_in_code, trace_site
 from gnmr_fx.recipe import get_recipe
 from tests.toys import Block, Branching, ChildWeight, Ellipsis_, OwnParameters, ReadsTraining, Stack
 

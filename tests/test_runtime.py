@@ -18,7 +18,7 @@ from torch.optim import optimizer as optimizer_module
 import gnmr_fx
 from gnmr_fx import runtime
 from gnmr_fx.controller import MISSING
-from gnmr_fx.runtime import gradient_norms
+from gnmr_fx.gradients import gradient_norms
 
 
 def model(width: int = 8, layers: int = 3) -> nn.Sequential:
