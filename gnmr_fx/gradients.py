@@ -63,7 +63,9 @@ def remove_hook(weight: Tensor | None, hook: Any) -> None:
 def gradient_norms(gradients: list[Tensor]) -> Tensor:
     """L2 norms, in at least fp32, of tensors of one device and dtype; 1-D on that device, in one fused call."""
     narrow = gradients[0].dtype.itemsize < torch.float32.itemsize
-    return torch.stack(torch._foreach_norm(gradients, 2, torch.float32 if narrow else None))
+    norms = torch.stack(torch._foreach_norm(gradients, 2, torch.float32 if narrow else None))
+    gather = getattr(norms, "full_tensor", None)  # a DTensor: each rank has the norms of its own shards
+    return norms if gather is None else gather()
 
 
 def active_grad_scale() -> float:
