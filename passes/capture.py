@@ -45,13 +45,13 @@ def capture(plan: Plan) -> Plan:
     args, kwargs = split_inputs(inputs)
     try:
         graph, weights = capture_graph(plan.model, args, kwargs)
+        calls = tuple(replace(call, site=canonical_path(plan.model, call.site)) for call in find_calls(graph, weights))
     except Exception as error:  # any failure inside a third party's forward: reported, and only the dataflow is lost
         log.debug("capture failed", exc_info=True)
         if plan.example_inputs is not None:
             log.warning("gnmr-fx could not capture the model with the given example_inputs: %s", _first_line(error))
         return replace(plan, capture_note=f"{type(error).__name__}: {_first_line(error)}")
-    calls = (replace(call, site=canonical_path(plan.model, call.site)) for call in find_calls(graph, weights))
-    return replace(plan, graph=graph, calls=tuple(calls))
+    return replace(plan, graph=graph, calls=calls)
 
 
 def canonical_path(model: nn.Module, path: str) -> str:
