@@ -271,10 +271,12 @@ def from_groups(groups: Tensor, cut: Layout, size: Sequence[int]) -> Tensor:
     return groups.view(cut.rows, -1)[:, : cut.width].contiguous().view(tuple(size))
 
 
-def empty_encoded(x: Tensor, fmt: Format) -> Encoded:
-    """What a tensor without elements is stored as."""
-    payload = torch.empty(payload_shape(x.shape, fmt), dtype=payload_dtype(fmt, x.dtype), device=x.device)
-    return Encoded(payload, torch.empty(scales_shape(x.shape, fmt), dtype=torch.bfloat16, device=x.device))
+def empty_encoded(x: Tensor, fmt: Format, groups: Any = None) -> Encoded:
+    """Uninitialized room for an encoding of ``x``: for all its groups, or for ``groups`` (int or SymInt) of them."""
+    payload, scales = payload_shape(x.shape, fmt), scales_shape(x.shape, fmt)
+    if groups is not None:
+        payload, scales = (groups, *payload[1:]), (groups, *scales[1:])
+    return Encoded(x.new_empty(payload, dtype=payload_dtype(fmt, x.dtype)), x.new_empty(scales, dtype=torch.bfloat16))
 
 
 def encode_unscaled(x: Tensor, fmt: Format) -> Encoded:

@@ -28,7 +28,7 @@ from torch._library.fake_impl import allocate_size
 
 from gnmr_fx import kernels
 from gnmr_fx.errors import DoubleBackwardError, UnsupportedTransformError
-from gnmr_fx.formats import Encoded, payload_dtype, payload_shape, scales_shape
+from gnmr_fx.formats import Encoded, empty_encoded
 from gnmr_fx.projections import KINDS
 from gnmr_fx.recipe import Format
 from gnmr_fx.units import Handle, observe
@@ -56,7 +56,7 @@ def _save_low(x: Tensor, seed: Tensor | None, fmt: str) -> tuple[Tensor, Tensor]
 def _save_high(x: Tensor, guard: Tensor, seed: Tensor | None, fmt: str) -> tuple[Tensor, Tensor]:
     observe(guard, x.shape, x.dtype)
     parsed = _parse(fmt)
-    return kernels.encode(x, parsed, seed) if guard.item() else empty_encoding(x, parsed)
+    return kernels.encode(x, parsed, seed) if guard.item() else empty_encoded(x, parsed, 0)
 
 
 def _restore(
@@ -75,25 +75,14 @@ def _restore(
     return kernels.decode(Encoded(low_payload, low_scales), _parse(low), size, dtype)
 
 
-def empty_encoding(x: Tensor, fmt: Format) -> Encoded:
-    """The encoding of no rows of ``x``: shapes as for ``x``, but a leading size of 0."""
-    return _new_encoding(x, fmt, 0)
-
-
-def _new_encoding(x: Tensor, fmt: Format, groups: Any) -> Encoded:
-    payload = x.new_empty((groups, *payload_shape(x.shape, fmt)[1:]), dtype=payload_dtype(fmt, x.dtype))
-    return Encoded(payload, x.new_empty((groups, *scales_shape(x.shape, fmt)[1:]), dtype=torch.bfloat16))
-
-
 @torch.library.register_fake(f"{NAMESPACE}::save_low", lib=_library)
 def _save_low_fake(x: Tensor, seed: Tensor | None, fmt: str) -> tuple[Tensor, Tensor]:
-    parsed = _parse(fmt)
-    return _new_encoding(x, parsed, payload_shape(x.shape, parsed)[0])
+    return empty_encoded(x, _parse(fmt))
 
 
 @torch.library.register_fake(f"{NAMESPACE}::save_high", lib=_library)
 def _save_high_fake(x: Tensor, guard: Tensor, seed: Tensor | None, fmt: str) -> tuple[Tensor, Tensor]:
-    return _new_encoding(x, _parse(fmt), _dynamic_size())
+    return empty_encoded(x, _parse(fmt), _dynamic_size())
 
 
 def _dynamic_size() -> Any:
@@ -271,5 +260,5 @@ def _encode_eager(source: Tensor, x: Tensor, handle: Handle, active: bool) -> tu
     if encoded is None:
         encoded = kernels.encode(x, fmt, handle.seed)
         handle.memo.put(key, source, encoded)
-    other = empty_encoding(x, _parse(handle.low if active else handle.high))
+    other = empty_encoded(x, _parse(handle.low if active else handle.high), 0)
     return (other, encoded) if active else (encoded, other)
