@@ -6,6 +6,7 @@ own instead). gnmr-fx needs one line, marked below; the rest is a training loop 
 
     python examples/pretrain_tiny_llama.py                  # about 3 minutes on 2 CPU cores
     python examples/pretrain_tiny_llama.py --budget 0.1 --alpha 2 --lock 20
+    python examples/pretrain_tiny_llama.py --scope all
     python examples/pretrain_tiny_llama.py --compare --recipe int2/tensor:int8
 
 It ends with the validation perplexity per byte, the table of recoverable operators, the report of what was recovered,
@@ -97,6 +98,7 @@ class Settings:
     batch: int = 16
     seq: int = 128
     recipe: gnmr_fx.Recipe = field(default_factory=get_recipe)
+    scope: Literal["projections", "all"] = "projections"
     budget: int | float = 5
     alpha: float = float(DEFAULTS.alpha)  # type: ignore[arg-type]
     beta: float = float(DEFAULTS.beta)  # type: ignore[arg-type]
@@ -186,7 +188,7 @@ class Run:
 
     @property
     def saved_bytes(self) -> float | None:
-        """Bytes that projections keep for the backward, mean over the steps; None where that is not known."""
+        """Bytes that units keep for the backward, mean over the steps; None where that is not known."""
         if self.table is None or not self.trace.losses:
             return None
         recovered = sum((row.bytes_high or 0) * row.steps_recovered for row in self.table.units)
@@ -304,7 +306,9 @@ def run_policy(policy: Policy, text: Text, settings: Settings) -> Run:
     model = build_model(SIZES[settings.size], settings.seq).to(settings.device)
 
     if policy.recipe is not None:
-        gnmr_fx.instrument(model, policy.recipe, max_active=policy.budget, config=settings.config)  # the one line
+        gnmr_fx.instrument(  # the one line
+            model, policy.recipe, max_active=policy.budget, scope=settings.scope, config=settings.config
+        )
 
     controller = gnmr_fx.controller(model) if policy.recipe is not None else None
     trace = follow(optimize(model, batches(text.train, settings), settings), policy, controller, settings)
@@ -451,7 +455,7 @@ def comparison(runs: Sequence[Run]) -> str:
         for run in runs
     ]
     table = tabulate(rows, headers, disable_numparse=True, colalign=("left", *["right"] * (len(headers) - 1)))
-    return f"{table}\n\nsaved: by projections for the backward, mean per step. ms/step: median, compilation left out."
+    return f"{table}\n\nsaved: by units for the backward, mean per step. ms/step: median, compilation left out."
 
 
 def mebibytes(count: float | None) -> str:
@@ -573,6 +577,12 @@ def build_parser() -> argparse.ArgumentParser:
         type=recipe,
         default=DEFAULT_RECIPE,
         help=f"{', '.join(gnmr_fx.RECIPES)}, or two formats LOW:HIGH such as int2/tensor:int8/group128{shown}",
+    )
+    add(
+        "--scope",
+        choices=("projections", "all"),
+        default=base.scope,
+        help=f"store what projections read, or all that autograd keeps{shown}",
     )
     add(
         "--budget",

@@ -23,17 +23,20 @@ from gnmr_fx.errors import (
     StateMismatchError,
     UnknownRecipeError,
     UnknownUnitError,
+    UnsupportedBackendError,
     UnsupportedTransformError,
 )
 from gnmr_fx.instrument import controller, instrument, uninstrument
 from gnmr_fx.operator_table import Table, table
 from gnmr_fx.recipe import RECIPES, Format, Recipe
 from gnmr_fx.report import Report, report
+from gnmr_fx.scope import AllSaved
 
 __version__ = "0.1.0"
 
 __all__ = [
     "RECIPES",
+    "AllSaved",
     "AlreadyInstrumentedError",
     "BudgetError",
     "ConfigError",
@@ -55,6 +58,7 @@ __all__ = [
     "Table",
     "UnknownRecipeError",
     "UnknownUnitError",
+    "UnsupportedBackendError",
     "UnsupportedTransformError",
     "controller",
     "instrument",

@@ -62,6 +62,10 @@ class UnsupportedTransformError(GnmrError, RuntimeError):
     """A ``torch.func`` transform (``grad``, ``vmap``, ...) over a guarded operator."""
 
 
+class UnsupportedBackendError(GnmrError, RuntimeError):
+    """A model in scope "all" was compiled by a backend on which the partition pass cannot run."""
+
+
 class InvariantError(GnmrError, RuntimeError):
     """A pass broke one of its stated invariants; a bug in gnmr-fx, not in the model."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import types
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -13,13 +14,17 @@ from torch import nn
 from gnmr_fx.config import GnmrConfig, resolve_budget
 from gnmr_fx.errors import AlreadyInstrumentedError, ConfigError, NotInstrumentedError, PatternError
 from gnmr_fx.passes import pipeline
+from gnmr_fx.passes.find import OUTPUT_HEAD
 from gnmr_fx.passes.plan import Forward, Plan, Selection
 from gnmr_fx.passes.rewrite import ORIGINAL_FORWARD, compile_forward
 from gnmr_fx.recipe import Recipe, get_recipe
 from gnmr_fx.runtime import Controller, Site
+from gnmr_fx.saved import MarkHead, Saver
+from gnmr_fx.scope import AllSaved, get_scope
 from gnmr_fx.units import HANDLE_PREFIX, LeftAlone, Unit
 
 CONTROLLER = f"{HANDLE_PREFIX}controller"
+SAVER = f"{HANDLE_PREFIX}saver"
 _SEED_MASK = (1 << 62) - 1  # room to count up in an int64
 ModelT = TypeVar("ModelT", bound=nn.Module)
 
@@ -47,17 +52,86 @@ class InstalledForward:
             object.__setattr__(self.module, "forward", self.replaced)
 
 
+@dataclass
+class RootForward:
+    """The forward of the whole model, run under its saver in eager mode; and the marks on output heads.
+
+    Installed after all other generated forwards, and removed before them.
+
+    Attributes:
+        module: the model.
+        saver: its saver.
+        heads: its output heads.
+        is_site: whether the model's own forward is a generated one, which runs inside this.
+        replaced: else, what was in its place on the instance (None = nothing).
+    """
+
+    module: nn.Module
+    saver: Saver
+    heads: tuple[nn.Module, ...]
+    is_site: bool
+    replaced: Any
+
+    def install(self) -> None:
+        """Put it on the instance; the class is untouched."""
+        module, names = self.module, {"is_compiling": torch.compiler.is_compiling, "partial": functools.partial}
+        inner = "partial(type(self).forward, self)"
+        if self.is_site:
+            names["inner"], inner = module.__dict__["forward"].__func__, "partial(inner, self)"
+        elif self.replaced is not None:
+            object.__setattr__(module, ORIGINAL_FORWARD, self.replaced)
+            inner = f"self.{ORIGINAL_FORWARD}"
+        source = (
+            "\ndef forward(self, *args, **kwargs):\n"
+            "    if is_compiling():\n"
+            f"        return {inner}(*args, **kwargs)\n"
+            f"    return self.{SAVER}.run(self.training, {inner}, *args, **kwargs)\n"
+        )
+        function = compile_forward(Forward("", source, names, {}, "root"), type(module).forward)
+        object.__setattr__(module, SAVER, self.saver)
+        object.__setattr__(module, "forward", types.MethodType(function, module))
+        self._unmark()
+        for head in self.heads:
+            head.register_forward_hook(MarkHead())
+
+    def remove(self) -> None:
+        """Undo :meth:`install`."""
+        attributes = self.module.__dict__
+        attributes.pop(SAVER, None)
+        if not self.is_site:
+            attributes.pop("forward", None)
+            attributes.pop(ORIGINAL_FORWARD, None)
+            if self.replaced is not None:
+                object.__setattr__(self.module, "forward", self.replaced)
+        self._unmark()
+
+    def _unmark(self) -> None:
+        for head in self.heads:
+            for key in [key for key, hook in head._forward_hooks.items() if isinstance(hook, MarkHead)]:
+                del head._forward_hooks[key]
+
+
 class ModelController(Controller):
     """A :class:`Controller` that also knows the generated forwards and the operators left alone."""
 
     forwards: list[InstalledForward]
     left_alone: tuple[LeftAlone, ...]
     capture_note: str
+    root: RootForward | None = None
 
     def reinstall(self) -> None:
         """Put the generated forwards in place."""
         for installed in self.forwards:
             installed.install()
+        if self.root is not None:
+            self.root.install()
+
+    def remove_forwards(self) -> None:
+        """Undo :meth:`reinstall`."""
+        if self.root is not None:
+            self.root.remove()
+        for installed in self.forwards:
+            installed.remove()
 
 
 def instrument(
@@ -65,6 +139,7 @@ def instrument(
     recipe: str | Recipe = "saved-int4-int8",
     *,
     max_active: int | float = 5,
+    scope: str | AllSaved = "projections",
     config: GnmrConfig | None = None,
     include: Iterable[str] | str | None = None,
     exclude: Iterable[str] | str | None = None,
@@ -81,6 +156,9 @@ def instrument(
         model: any module. Compile it, wrap it (DDP), move it before or after.
         recipe: a name in :data:`gnmr_fx.RECIPES`, or a :class:`gnmr_fx.Recipe`.
         max_active: the budget: a number of units (int, at least 0), or a share of them (float in (0, 1]).
+        scope: ``"projections"``: what projections read is stored in another format. ``"all"``: whatever autograd keeps
+            is, each tensor under the guard of the unit it belongs to; under torch.compile this needs its Inductor
+            backend. :class:`gnmr_fx.AllSaved` is ``"all"`` with options.
         config: thresholds, window, lock and warm-up of the controller.
         include: globs on module paths: only units they match, the output head among them if they match it. By default
             all units but the output head.
@@ -94,30 +172,40 @@ def instrument(
     """
     target = unwrap(model)
     _refuse_instrumented(target)
-    chosen = get_recipe(recipe)
+    chosen, everything = get_recipe(recipe), get_scope(scope)
     if config is not None and not isinstance(config, GnmrConfig):
         raise ConfigError(f"config: expected a GnmrConfig or None, found {config!r}. Build one with GnmrConfig(...).")
     resolve_budget(max_active, 1)
     selection = Selection(_patterns("include", include), _patterns("exclude", exclude))
     plan = pipeline.run(Plan(target, chosen, selection, example_inputs))
-    install(target, plan, config or GnmrConfig(), max_active)
+    install(target, plan, config or GnmrConfig(), max_active, everything)
     return model
 
 
-def install(model: nn.Module, plan: Plan, config: GnmrConfig, max_active: int | float) -> ModelController:
+def install(
+    model: nn.Module, plan: Plan, config: GnmrConfig, max_active: int | float, scope: AllSaved | None = None
+) -> ModelController:
     """Put a checked plan into force on its model."""
     units = [Unit(spec, index, model.get_submodule(spec.owner)) for index, spec in enumerate(plan.units)]
-    controller = ModelController(units, plan.recipe, config, max_active, seed=torch.initial_seed() & _SEED_MASK)
+    controller = ModelController(
+        units, plan.recipe, config, max_active, seed=torch.initial_seed() & _SEED_MASK, scope=scope
+    )
     index_of = {unit.name: unit.index for unit in units}
     controller.left_alone, controller.capture_note, controller.forwards = plan.left_alone, plan.capture_note, []
     for forward in plan.forwards:
         module = model.get_submodule(forward.site)
         controller.sites += [Site(module, name, index_of[unit]) for name, unit in forward.handles.items()]
         controller.forwards.append(InstalledForward(module, forward.without_graph(), module.__dict__.get("forward")))
+    heads = (model.get_submodule(item.name) for item in plan.left_alone if item.reason == OUTPUT_HEAD)
+    if controller.saver is not None:
+        is_site = any(not forward.site for forward in plan.forwards)
+        replaced = None if is_site else model.__dict__.get("forward")
+        controller.root = RootForward(model, controller.saver, tuple(heads), is_site, replaced)
     try:
+        # First: a pickle restores attributes in their order, and the forward has to be in place before it is looked up.
+        object.__setattr__(model, CONTROLLER, controller)
         controller.connect()
         controller.reinstall()
-        object.__setattr__(model, CONTROLLER, controller)
     except BaseException:
         remove(model, controller)
         raise
@@ -137,8 +225,7 @@ def uninstrument(model: ModelT) -> ModelT:
 
 def remove(model: nn.Module, installed: ModelController) -> None:
     """Take a controller, its handles and its forwards off the model."""
-    for forward in installed.forwards:
-        forward.remove()
+    installed.remove_forwards()
     installed.disconnect()
     model.__dict__.pop(CONTROLLER, None)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import math
 import operator
 from collections import Counter
@@ -15,6 +16,7 @@ import torch
 from gnmr_fx.formats import nbytes
 from gnmr_fx.instrument import ModelController
 from gnmr_fx.recipe import Format
+from gnmr_fx.scope import AllSaved
 from gnmr_fx.units import Observation, Unit
 
 
@@ -31,7 +33,8 @@ class UnitRow:
         shares_input_with: units that read the same tensor, which is stored once.
         low_format, high_format: of the saved activation on the low-cost and on the recovery path.
         dtypes: of the activations that were stored.
-        activations: ``{"rows", "width", "dtype", "calls"}`` of each, the activation taken as a matrix.
+        activations: ``{"rows", "width", "dtype", "calls", "role", "low_format", "bytes_full", "bytes_low"}`` of
+            each, taken as a matrix. ``role`` says what it is to the unit: its ``"input"``, its ``"output"``, ...
         bytes_full: what PyTorch keeps: the activation in its own dtype. 0 for what ``stored_with`` counts.
         bytes_low: what the low-cost path keeps. 0 for what ``stored_with`` counts.
         bytes_high: what the recovery path keeps; the unit's own, as under torch.compile. (In eager mode, units that
@@ -69,10 +72,12 @@ def unit_rows(installed: ModelController) -> tuple[UnitRow, ...]:
     """The rows of the table, in the order of the units."""
     units, recipe = installed.units, installed.recipe
     high = installed.flags.tolist()
-    kept = [activations(unit.observation) if unit.trainable else Counter[Activation]() for unit in units]
+    kept = [activations(unit.observation, recipe.low) if unit.trainable else Counter[Activation]() for unit in units]
+    # Where everything is stored, what units share is recorded for one of them only.
+    counting = counted_once(units, kept) if installed.scope is None else recorded_once(units, kept)
     rows = []
-    for unit, own, (counted, stored_with) in zip(units, kept, counted_once(units, kept), strict=True):
-        known = bool(own) or not unit.trainable
+    for unit, own, (counted, stored_with) in zip(units, kept, counting, strict=True):
+        known = bool(own) or not unit.trainable or bool(unit.observation.scope)
         dtypes = tuple(dict.fromkeys(_dtype_name(activation.dtype) for activation in own))
         rows.append(
             UnitRow(
@@ -86,30 +91,41 @@ def unit_rows(installed: ModelController) -> tuple[UnitRow, ...]:
                 high_format=recipe.high.label,
                 dtypes=dtypes,
                 activations=tuple(
-                    {"rows": a.rows, "width": a.width, "dtype": _dtype_name(a.dtype), "calls": calls}
+                    {
+                        "rows": a.rows,
+                        "width": a.width,
+                        "dtype": _dtype_name(a.dtype),
+                        "calls": calls,
+                        "role": a.role,
+                        "low_format": a.low.label,
+                        "bytes_full": calls * a.nbytes(Format("none")),
+                        "bytes_low": calls * a.nbytes(a.low),
+                    }
                     for a, calls in own.items()
                 ),
                 bytes_full=total_bytes(counted, Format("none")) if known else None,
-                bytes_low=total_bytes(counted, recipe.low) if known else None,
-                bytes_high=total_bytes(own, recipe.high) if known else None,
+                bytes_low=sum(calls * a.nbytes(a.low) for a, calls in counted.items()) if known else None,
+                bytes_high=recovered_bytes(own, recipe.high) if known else None,
                 stored_with=stored_with,
                 guard="high" if high[unit.index] else "low",
                 times_recovered=installed.times_recovered(unit.index),
                 steps_recovered=installed.steps_recovered(unit.index),
                 seen=unit.observation.seen,
-                notes=tuple(_notes(unit)),
+                notes=tuple(_notes(unit, installed.scope)),
             )
         )
     return tuple(rows)
 
 
-def _notes(unit: Unit) -> Iterator[str]:
-    if unit.spec.note:
+def _notes(unit: Unit, scope: AllSaved | None) -> Iterator[str]:
+    if unit.spec.note and scope is None:
         yield unit.spec.note
     if not unit.trainable:
-        yield "frozen: saves nothing"
+        yield "frozen: saves nothing" if scope is None else "frozen: its weight gradient needs no input"
     elif not unit.observation.seen:
         yield "not seen yet: no forward in training mode has run it"
+    elif scope is not None and unit.observation.scope == "projections":
+        yield "stored here: the projection's input alone (not compiled by Inductor, or not run by the model's forward)"
 
 
 class Activation(NamedTuple):
@@ -118,17 +134,20 @@ class Activation(NamedTuple):
     rows: int
     width: int
     dtype: torch.dtype
+    role: str
+    low: Format
 
     def nbytes(self, fmt: Format) -> int:
         """Bytes it takes in ``fmt``, scales included."""
         return nbytes((self.rows, self.width), fmt, self.dtype)
 
 
-def activations(observation: Observation) -> Counter[Activation]:
-    """How often a unit stored which activation in its last pass."""
+def activations(observation: Observation, low: Format) -> Counter[Activation]:
+    """How often a unit stored which activation in its last pass; ``low`` is the unit's low-cost format."""
     found: Counter[Activation] = Counter()
-    for (shape, dtype), calls in observation.current.items():
-        found[Activation(math.prod(shape[:-1]), shape[-1] if shape else 1, dtype)] += calls
+    for kept, calls in observation.current.items():
+        shape, own = kept.shape, Format.parse(kept.low) if kept.low else low
+        found[Activation(math.prod(shape[:-1]), shape[-1] if shape else 1, kept.dtype, kept.role, own)] += calls
     return found
 
 
@@ -148,9 +167,42 @@ def counted_once(
         earlier[unit.name] = own
 
 
+def recorded_once(
+    units: Iterable[Unit], kept: Sequence[Counter[Activation]]
+) -> Iterator[tuple[Counter[Activation], str]]:
+    """Like :func:`counted_once` where each tensor is recorded for one of its units only."""
+    with_input: set[str] = set()
+    for unit, own in zip(units, kept, strict=True):
+        has_input = any(activation.role == "input" for activation in own)
+        if has_input:
+            with_input.add(unit.name)
+        shared = (name for name in unit.spec.shares_input_with if name in with_input)
+        yield own, "" if has_input else next(shared, "")
+
+
 def total_bytes(kept: Counter[Activation], fmt: Format) -> int:
     """Bytes of all activations in ``kept``."""
     return sum(calls * activation.nbytes(fmt) for activation, calls in kept.items())
+
+
+def recovered_bytes(kept: Counter[Activation], fmt: Format) -> int:
+    """Bytes of the recovery payloads of ``kept``; a query or key that has 8 bits already gets none."""
+    return sum(calls * a.nbytes(fmt) for a, calls in kept.items() if a.low != fmt)
+
+
+def left_rows(installed: ModelController) -> tuple[Mapping[str, Any], ...]:
+    """The saved tensors that are kept as they are, in scope "all": ``{"role", "unit", "shape", "dtype", "bytes",
+    "reason", "count"}``, equal ones once. ``unit`` is the one it would belong to, ``""`` if there is none."""
+    found: Counter[tuple[Any, ...]] = Counter()
+    for indices, text in installed.left_in_graph.items():
+        for item in json.loads(text or "[]"):
+            unit = "" if item["unit"] is None else installed.units[indices[item["unit"]]].name
+            found[item["role"], unit, tuple(item["shape"]), item["dtype"], item["bytes"], item["reason"]] += 1
+    for left in installed.saver.left if installed.saver is not None else ():
+        size = math.prod(left.shape) * left.dtype.itemsize
+        found[left.role, "", left.shape, _dtype_name(left.dtype), size, left.reason] += 1
+    names = ("role", "unit", "shape", "dtype", "bytes", "reason")
+    return tuple({**dict(zip(names, key, strict=True)), "count": count} for key, count in found.items())
 
 
 def _dtype_name(dtype: torch.dtype) -> str:

@@ -11,8 +11,9 @@ from typing import Any
 from torch import nn
 
 from gnmr_fx.instrument import controller
-from gnmr_fx.operator_rows import UnitRow, unit_rows
+from gnmr_fx.operator_rows import UnitRow, left_rows, unit_rows
 from gnmr_fx.recipe import Format, Recipe
+from gnmr_fx.scope import AllSaved
 from gnmr_fx.text import (
     Name,
     below,
@@ -59,6 +60,8 @@ def table(model: nn.Module) -> Table:
         budget=installed.max_active,
         forced=installed.forced,
         capture_note=installed.capture_note,
+        scope=installed.scope,
+        kept_as_it_is=left_rows(installed),
     )
 
 
@@ -75,6 +78,9 @@ class Table:
         budget: the most units on the recovery path at a time.
         forced: whether the guards are pinned by hand, budget or not.
         capture_note: why the whole model could not be captured; ``""`` if it was.
+        scope: options of scope "all"; None where only what projections read is stored in another format.
+        kept_as_it_is: in scope "all", the saved tensors that are not: ``{"role", "unit", "shape", "dtype", "bytes",
+            "reason", "count"}``, with the unit they would belong to.
     """
 
     units: tuple[UnitRow, ...]
@@ -83,6 +89,8 @@ class Table:
     budget: int
     forced: bool
     capture_note: str
+    scope: AllSaved | None = None
+    kept_as_it_is: tuple[Mapping[str, Any], ...] = ()
 
     @property
     def rows(self) -> list[dict[str, Any]]:
@@ -121,6 +129,8 @@ class Table:
                 "budget": self.budget,
                 "forced": self.forced,
                 "capture_note": self.capture_note,
+                "scope": "projections" if self.scope is None else asdict(self.scope),
+                "kept_as_it_is": self.kept_as_it_is,
             },
             indent,
         )
@@ -207,6 +217,8 @@ class _Document:
         blocks = [self._heading(), self._units("simple"), "\n".join(notes)]
         if self.table.left_alone:
             blocks += [f"Left alone ({len(self.table.left_alone)})", self._left_alone("simple")]
+        if self.table.kept_as_it_is:
+            blocks += ["Saved activations kept as they are", self._kept_as_it_is("simple")]
         return "\n\n".join(block for block in [*blocks, "\n".join(self._totals())] if block)
 
     def html(self) -> str:
@@ -214,6 +226,8 @@ class _Document:
         blocks += [f"<p>{mark} {html.escape(note)}</p>" for note, mark in self.footnotes.items()]
         if self.table.left_alone:
             blocks += [f"<p><b>Left alone ({len(self.table.left_alone)})</b></p>", self._left_alone("html")]
+        if self.table.kept_as_it_is:
+            blocks += ["<p><b>Saved activations kept as they are</b></p>", self._kept_as_it_is("html")]
         return "\n".join([*blocks, "<p>" + "<br>".join(map(html.escape, self._totals())) + "</p>"])
 
     def _heading(self) -> str:
@@ -229,7 +243,7 @@ class _Document:
     def _columns(self) -> list[_Column]:
         lines = [self._line(row) for row in self.table.units]
         lines = collapse(lines) if len(lines) > MAX_ROWS else lines
-        operators, weights, trainable, shared, low, high, kept_full, kept_low, kept_high, marks = zip(
+        operators, weights, trainable, shared, low, high, stored, kept_full, kept_low, kept_high, marks = zip(
             *(line.cells for line in lines), strict=True
         )
         columns = [
@@ -240,6 +254,7 @@ class _Document:
             _Column("shares\ninput with", shared),
             _Column("low\npath", low, once="low-cost path {}"),
             _Column("high\npath", high, once="recovery path {}"),
+            *([] if self.table.scope is None else [_Column("stores", stored)]),
             _Column("kept\nfull", kept_full, "r"),
             _Column("per pass\nlow", kept_low, "r"),
             _Column("\nhigh", kept_high, "r"),
@@ -259,6 +274,7 @@ class _Document:
             listed([relative_name(name, row.unit) for name in row.shares_input_with]),
             _format_label(recipe.low, row.dtypes),
             _format_label(recipe.high, row.dtypes),
+            "\n".join(_stored(activation, recipe) for activation in row.activations) or "-",
             with_unit or human_bytes(row.bytes_full),
             with_unit or human_bytes(row.bytes_low),
             human_bytes(row.bytes_high),
@@ -281,12 +297,32 @@ class _Document:
             rows.append([name, str(len(members)), *cells])
         return grid(rows, ["name", "count", "operator", "weight", "reason"], "lrlll", style)
 
+    def _kept_as_it_is(self, style: str) -> str:
+        """By reason; equal tensors of several units are one row."""
+        groups: dict[tuple[str, str, str, str], list[int]] = defaultdict(list)
+        for item in self.table.kept_as_it_is:
+            what = (
+                ("several", "-", item["dtype"])
+                if item["reason"] == "small"
+                else (item["role"], "×".join(map(str, item["shape"])) or "-", item["dtype"])
+            )
+            groups[(item["reason"], *what)] += [item["bytes"]] * item["count"]
+        rows = [
+            [role, shape, dtype, str(len(sizes)), human_bytes(sum(sizes)), reason]
+            for (reason, role, shape, dtype), sizes in groups.items()
+        ]
+        return grid(rows, ["tensor", "shape", "dtype", "count", "bytes", "why"], "lllrrl", style)
+
     def _totals(self) -> Iterator[str]:
         totals, budget = self.table.totals, self.table.budget
         units, known = totals["units"], totals["units_known"]
         full, low, recovery = (human_bytes(totals[f"bytes_{name}"]) for name in ("full", "low", "recovery_max"))
         pinned = " (pinned by hand)" if self.table.forced else ""
         yield f"{totals['units_active']} on the recovery path now{pinned}, budget {budget}, recipe {self.table.recipe}"
+        if self.table.scope is not None:
+            yield "scope all: whatever autograd keeps, from the output head on " + (
+                "too" if self.table.scope.loss_head else "not included"
+            )
         if totals["ratio"]:
             part = "" if known == units else f" (in the {known} of {units} units that have run)"
             yield f"kept for the backward per pass: {full} full -> {low} low, {totals['ratio']:.2f}x less{part}"
@@ -300,6 +336,13 @@ class _Document:
 
 def _format_label(fmt: Format, dtypes: Sequence[str]) -> str:
     return f"none ({'/'.join(dtypes)})" if fmt.dtype == "none" and dtypes else fmt.label
+
+
+def _stored(activation: Mapping[str, Any], recipe: Recipe) -> str:
+    """``query 1.0 MiB (int8 g128)``, the format where it is not the unit's."""
+    own = "" if activation["low_format"] == recipe.low.label else f" ({activation['low_format']})"
+    calls = "" if activation["calls"] == 1 else f"{activation['calls']}× "
+    return f"{calls}{activation['role']} {human_bytes(activation['bytes_full'])}{own}"
 
 
 def _span(bounds: tuple[int, int]) -> str:

@@ -18,6 +18,8 @@ mode the guard is read in Python and only the one that is needed is made.
 from __future__ import annotations
 
 import functools
+import importlib
+import sys
 from typing import Any
 
 import torch
@@ -27,11 +29,12 @@ from torch._compile import _disable_dynamo
 from torch._library.fake_impl import allocate_size
 
 from gnmr_fx import kernels
-from gnmr_fx.errors import DoubleBackwardError, UnsupportedTransformError
+from gnmr_fx.errors import DoubleBackwardError, UnsupportedBackendError, UnsupportedTransformError
 from gnmr_fx.formats import Encoded, empty_encoded
 from gnmr_fx.projections import KINDS
 from gnmr_fx.recipe import Format
-from gnmr_fx.units import Handle, observe
+from gnmr_fx.scope import AllSaved
+from gnmr_fx.units import Handle, Kept, mark, observe, observe_scope
 
 NAMESPACE = "gnmr_fx"
 
@@ -40,8 +43,15 @@ _parse = functools.cache(Format.parse)
 _library = torch.library.Library(NAMESPACE, "DEF")
 _library.define("save_low(Tensor x, Tensor? seed, str fmt) -> (Tensor, Tensor)", tags=(torch.Tag.pt2_compliant_tag,))
 _library.define(
-    "save_high(Tensor x, Tensor guard, Tensor? seed, str fmt) -> (Tensor, Tensor)", tags=(torch.Tag.pt2_compliant_tag,)
+    "save_high(Tensor x, Tensor guard, Tensor? seed, str fmt, Tensor? weight=None, str scope='', str low='') "
+    "-> (Tensor, Tensor)",
+    tags=(torch.Tag.pt2_compliant_tag,),
 )
+_library.define(
+    "keep(Tensor x, Tensor[] guards, Tensor? seed, str low, str high, str role) -> (Tensor, Tensor, Tensor, Tensor)",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+_library.define("note(Tensor[] guards, str left) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
 _library.define(
     "restore(Tensor low_payload, Tensor low_scales, Tensor high_payload, Tensor high_scales, "
     "str low, str high, SymInt[] size, ScalarType dtype, Tensor? after=None) -> Tensor",
@@ -53,10 +63,50 @@ def _save_low(x: Tensor, seed: Tensor | None, fmt: str) -> tuple[Tensor, Tensor]
     return kernels.encode(x, _parse(fmt), seed)
 
 
-def _save_high(x: Tensor, guard: Tensor, seed: Tensor | None, fmt: str) -> tuple[Tensor, Tensor]:
-    observe(guard, x.shape, x.dtype)
+def _save_high(
+    x: Tensor,
+    guard: Tensor,
+    seed: Tensor | None,
+    fmt: str,
+    weight: Tensor | None = None,
+    scope: str = "",
+    low: str = "",
+) -> tuple[Tensor, Tensor]:
+    if scope:
+        _without_partition_pass(guard, AllSaved.parse(scope))
+    observe(guard, Kept(tuple(x.shape), x.dtype))
     parsed = _parse(fmt)
     return kernels.encode(x, parsed, seed) if guard.item() else empty_encoded(x, parsed, 0)
+
+
+def _without_partition_pass(guard: Tensor, scope: AllSaved) -> None:
+    """A graph of a model in scope "all" runs as it was traced: no partition pass has seen it."""
+    if scope.unsupported_backend == "raise":
+        raise UnsupportedBackendError(
+            "expected torch.compile's Inductor backend for a model that was instrumented with scope='all', found a "
+            "graph that the partition pass has not seen: another backend compiled it, or another library replaced "
+            "torch._inductor.config.custom_partitioner_fn; compile with backend='inductor', or instrument with "
+            "scope='projections', or with scope=gnmr_fx.AllSaved(unsupported_backend='projections') to have just the "
+            "projections' inputs stored in such graphs"
+        )
+    observe_scope([guard], "projections")
+
+
+def _keep(
+    x: Tensor, guards: list[Tensor], seed: Tensor | None, low: str, high: str, role: str
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """``x`` in ``low``, and also in ``high`` where any of ``guards`` is set and that is another format."""
+    observe(guards[0], Kept(tuple(x.shape), x.dtype, role, low))
+    parsed = _parse(high)
+    encoded = kernels.encode(x, _parse(low), seed)
+    if low != high and any(guard.item() for guard in guards):
+        return (*encoded, *kernels.encode(x, parsed, seed))
+    return (*encoded, *empty_encoded(x, parsed, 0))
+
+
+def _note(guards: list[Tensor], left: str) -> Tensor:
+    observe_scope(guards, "all", left)
+    return torch.empty(0, dtype=torch.uint8)
 
 
 def _restore(
@@ -75,14 +125,50 @@ def _restore(
     return kernels.decode(Encoded(low_payload, low_scales), _parse(low), size, dtype)
 
 
+_PARTITION = "gnmr_fx.passes.partition"
+
+
+def install_partitioner() -> None:
+    """Make the partition pass Inductor's partitioner: its module, which imports Inductor, is not needed before."""
+    importlib.import_module(_PARTITION).install()
+
+
+def remove_partitioner() -> None:
+    """Undo :func:`install_partitioner`."""
+    if _PARTITION in sys.modules:
+        sys.modules[_PARTITION].remove()
+
+
 @torch.library.register_fake(f"{NAMESPACE}::save_low", lib=_library)
 def _save_low_fake(x: Tensor, seed: Tensor | None, fmt: str) -> tuple[Tensor, Tensor]:
     return empty_encoded(x, _parse(fmt))
 
 
 @torch.library.register_fake(f"{NAMESPACE}::save_high", lib=_library)
-def _save_high_fake(x: Tensor, guard: Tensor, seed: Tensor | None, fmt: str) -> tuple[Tensor, Tensor]:
+def _save_high_fake(
+    x: Tensor,
+    guard: Tensor,
+    seed: Tensor | None,
+    fmt: str,
+    weight: Tensor | None = None,
+    scope: str = "",
+    low: str = "",
+) -> tuple[Tensor, Tensor]:
+    if scope:
+        install_partitioner()
     return empty_encoded(x, _parse(fmt), _dynamic_size())
+
+
+@torch.library.register_fake(f"{NAMESPACE}::keep", lib=_library)
+def _keep_fake(
+    x: Tensor, guards: list[Tensor], seed: Tensor | None, low: str, high: str, role: str
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return (*empty_encoded(x, _parse(low)), *empty_encoded(x, _parse(high), 0 if low == high else _dynamic_size()))
+
+
+@torch.library.register_fake(f"{NAMESPACE}::note", lib=_library)
+def _note_fake(guards: list[Tensor], left: str) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8)
 
 
 def _dynamic_size() -> Any:
@@ -112,7 +198,13 @@ def _restore_fake(
     return low_payload.new_empty(size, dtype=dtype)
 
 
-for _name, _implementation in (("save_low", _save_low), ("save_high", _save_high), ("restore", _restore)):
+for _name, _implementation in (
+    ("save_low", _save_low),
+    ("save_high", _save_high),
+    ("restore", _restore),
+    ("keep", _keep),
+    ("note", _note),
+):
     # Disabled, or Dynamo would trace into what these call after a graph break of the model. Not by
     # torch.compiler.disable: that imports Dynamo at once.
     _library.impl(_name, _disable_dynamo(_implementation), "CompositeExplicitAutograd")
@@ -136,11 +228,13 @@ class _Guarded(torch.autograd.Function):
         extra: str,
         low: str,
         high: str,
+        stored: tuple[int, ...] | None,
     ) -> Tensor:
         saved = (w, low_payload, low_scales, high_payload, high_scales)
         ctx.save_for_backward(*saved) if offs is None else ctx.save_for_backward(*saved, offs)
         ctx.kind, ctx.extra, ctx.low, ctx.high = kind, extra, low, high
         ctx.x_shape, ctx.x_dtype = x.shape, x.dtype
+        ctx.stored = stored
         ctx.b_shape = None if b is None else b.shape
         return KINDS[kind].forward(x, w, b, offs, extra)
 
@@ -166,14 +260,14 @@ class _Guarded(torch.autograd.Function):
                 high_scales,
                 ctx.low,
                 ctx.high,
-                stored_shape(ctx.x_shape),
+                stored_shape(ctx.x_shape) if ctx.stored is None else ctx.stored,
                 ctx.x_dtype,
                 g if torch.compiler.is_compiling() else None,
             ).view(ctx.x_shape)
             grad_w = projection.grad_weight(g, x, offs, ctx.extra, w.shape)
         if ctx.b_shape is not None and ctx.needs_input_grad[2]:
             grad_b = g.sum_to_size(ctx.b_shape)
-        return grad_x, grad_w, grad_b, None, None, None, None, None, None, None, None, None
+        return grad_x, grad_w, grad_b, *(None,) * 10
 
 
 def stock_projection(kind: str, extra: str, x: Tensor, w: Tensor, b: Tensor | None, offs: Tensor | None) -> Tensor:
@@ -224,9 +318,28 @@ def guarded_projection(
         DoubleBackwardError: in a backward with ``create_graph=True``.
         UnsupportedTransformError: under a ``torch.func`` transform.
     """
-    if not is_guardable(x, w, training):
-        return stock_projection(kind, extra, x, w, b, offs)
-    source, eager, active = x, not torch.compiler.is_compiling(), False
+    eager = not torch.compiler.is_compiling()
+    out = (
+        _guarded_projection(kind, extra, x, w, b, offs, handle, eager)
+        if is_guardable(x, w, training)
+        else stock_projection(kind, extra, x, w, b, offs)
+    )
+    if eager and handle.scope is not None and out.grad_fn is not None:
+        mark(out, handle)
+    return out
+
+
+def _guarded_projection(
+    kind: str,
+    extra: str,
+    x: Tensor,
+    w: Tensor,
+    b: Tensor | None,
+    offs: Tensor | None,
+    handle: Handle,
+    eager: bool,
+) -> Tensor:
+    source, active, stored = x, False, None
     cast = KINDS[kind].autocast and torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64
     dtype = torch.get_autocast_dtype(x.device.type) if cast else x.dtype
     if eager:
@@ -236,29 +349,44 @@ def guarded_projection(
                 "by gnmr-fx, whose packed activation it cannot see through; call model.eval() or "
                 "gnmr_fx.uninstrument(model) for this computation"
             )
-        handle.observation.add(torch.Size(stored_shape(x.shape)), dtype)
         active = bool(handle.guard)
+        if handle.saver is not None:
+            handle.observation.enter("all" if handle.saver.active else "projections")
         if (handle.high if active else handle.low) == "none":  # before the cast, which autocast makes once per weight
+            handle.observation.add(Kept(tuple(stored_shape(x.shape)), dtype))
             return stock_projection(kind, extra, x, w, b, offs)
     if cast:
         x, w, b = x.to(dtype), w.to(dtype), None if b is None else b.to(dtype)
     saved = x.detach().reshape(stored_shape(x.shape))
     if eager:
-        low, high = _encode_eager(source, saved, handle, active)
+        low, high, stored = _encode_eager(source, saved, handle, active)
     else:
         low = torch.ops.gnmr_fx.save_low(saved, handle.seed, handle.low)
-        high = torch.ops.gnmr_fx.save_high(saved, handle.guard, handle.seed, handle.high)
-    return _Guarded.apply(x, w, b, offs, *low, *high, kind, extra, handle.low, handle.high)
+        scoped = (w.detach(), str(handle.scope), handle.low) if handle.scope is not None else ()
+        high = torch.ops.gnmr_fx.save_high(saved, handle.guard, handle.seed, handle.high, *scoped)
+    return _Guarded.apply(x, w, b, offs, *low, *high, kind, extra, handle.low, handle.high, stored)
 
 
-def _encode_eager(source: Tensor, x: Tensor, handle: Handle, active: bool) -> tuple[Encoded, Encoded]:
-    """``(low, high)``, of which only the one in force holds rows. Shared with operators that read ``source`` too."""
-    spec = handle.high if active else handle.low
-    fmt = _parse(spec)
+def _encode_eager(
+    source: Tensor, x: Tensor, handle: Handle, active: bool
+) -> tuple[Encoded, Encoded, tuple[int, ...] | None]:
+    """``(low, high)``, of which only the one in force holds rows, and the shape it was stored in if not that of ``x``.
+
+    Shared with operators that read ``source`` too, and, where everything is stored, with whatever saves its memory.
+    """
+    spec, other = (handle.high, handle.low) if active else (handle.low, handle.high)
+    saver = handle.saver
+    nothing = empty_encoded(x, _parse(other), 0)
+    shared = saver.find(x, spec) if saver is not None else None
+    if shared is not None:
+        encoded, stored = shared
+        return (nothing, encoded, stored) if active else (encoded, nothing, stored)
+    handle.observation.add(Kept(tuple(x.shape), x.dtype))
     key = handle.memo.key(source, x.dtype, spec)
     encoded = handle.memo.get(key)
     if encoded is None:
-        encoded = kernels.encode(x, fmt, handle.seed)
+        encoded = kernels.encode(x, _parse(spec), handle.seed)
         handle.memo.put(key, source, encoded)
-    other = empty_encoded(x, _parse(handle.low if active else handle.high), 0)
-    return (other, encoded) if active else (encoded, other)
+        if saver is not None:
+            saver.remember(x, spec, encoded)
+    return (nothing, encoded, None) if active else (encoded, nothing, None)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Literal, get_args
 
@@ -146,6 +146,11 @@ class Format:
         if size:
             options["group_size"] = int(size)
         return cls(dtype, **options)  # type: ignore[arg-type]
+
+
+def at_least_8_bits(fmt: Format) -> Format:
+    """``fmt``, or int8 in its place where it has fewer bits than that."""
+    return replace(fmt, dtype="int8") if fmt.bits is not None and fmt.bits < 8 else fmt
 
 
 def _check_choice(field: str, value: object, choices: tuple[str, ...]) -> None:

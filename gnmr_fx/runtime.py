@@ -33,8 +33,11 @@ from gnmr_fx.config import GnmrConfig
 from gnmr_fx.controller import MISSING, Decision, init, state_from_dict, state_to_dict, update
 from gnmr_fx.errors import GnmrWarning, StateMismatchError, UnknownUnitError
 from gnmr_fx.gradients import GradientHook, Listener, OptimizerHook, active_grad_scale, gradient_norms, remove_hook
+from gnmr_fx.ops import remove_partitioner
 from gnmr_fx.recipe import Recipe
-from gnmr_fx.units import Handle, Memo, Unit, register_observer, unregister_observer
+from gnmr_fx.saved import Saver
+from gnmr_fx.scope import AllSaved
+from gnmr_fx.units import Handle, Memo, Unit, observers, register_observer, unregister_observer
 
 STATE_VERSION = 1
 _FOREIGN_STEPS_BEFORE_WARNING = 3
@@ -78,6 +81,8 @@ class Controller:
         flags: bool tensor [units] on the CPU, True = recovery path. Guards are views of it; read it, do not write it.
         events: records of risky and changed units, oldest first, at most ``config.max_events``.
         decision: the last :class:`gnmr_fx.controller.Decision`; None before the first step.
+        scope: options of scope "all"; None where only what projections read is stored.
+        left_in_graph: for each compiled graph, by the indices of its units: what it keeps as it is, as JSON.
     """
 
     def __init__(
@@ -87,10 +92,14 @@ class Controller:
         config: GnmrConfig,
         max_active: int | float,
         seed: int = 0,
+        scope: AllSaved | None = None,
     ) -> None:
         self.units: tuple[Unit, ...] = tuple(units)
         self.recipe = recipe
         self.config = config
+        self.scope = scope
+        self.saver = None if scope is None else Saver(scope)
+        self.left_in_graph: dict[tuple[int, ...], str] = {}
         self.flags = torch.zeros(len(self.units), dtype=torch.bool)
         self.seed = torch.tensor(seed, dtype=torch.int64)
         self.memo = Memo()
@@ -262,12 +271,16 @@ class Controller:
         fmts = (self.recipe.low, self.recipe.high)
         seed = self.seed if any(fmt.is_stochastic for fmt in fmts) else None
         low, high = map(str, fmts)
-        return Handle(self.flags[index], seed, low, high, self.memo, self.units[index].observation)
+        return Handle(
+            self.flags[index], seed, low, high, self.memo, self.units[index].observation, self.scope, self.saver
+        )
 
     def connect(self) -> None:
         """Give every site its handle and start listening to gradients and optimizer steps."""
         for site in self.sites:
             object.__setattr__(site.module, site.attribute, self.handle(site.unit))
+        if self.saver is not None:
+            self.saver.first = self.handle(0)
         register_observer(self.flags, self)
         reference: weakref.ref[Listener] = weakref.ref(self)
         self._optimizer_hook = register_optimizer_step_post_hook(OptimizerHook(reference))
@@ -279,6 +292,8 @@ class Controller:
         for site in self.sites:
             site.module.__dict__.pop(site.attribute, None)
         unregister_observer(self.flags)
+        if self.scope is not None and not any(other.scope is not None for other in observers()):
+            remove_partitioner()
         if self._optimizer_hook is not None:
             self._optimizer_hook.remove()
         for weight, hook in self._hooks:
@@ -297,6 +312,8 @@ class Controller:
     def _attach_hooks(self) -> None:
         """Hook the weights as the modules hold them now: moving, wrapping and sharding may have replaced them."""
         for unit in self.units:
+            if "_parameters" not in unit.module.__dict__:
+                continue  # a copy of a model under way, whose own parameters are not there yet
             weight, (hooked, hook) = unit.weight, self._hooks[unit.index]
             if weight is hooked or not (weight.requires_grad and weight.is_leaf):
                 continue

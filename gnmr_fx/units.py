@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import weakref
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -13,9 +14,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.weak import TensorWeakRef
 
 from gnmr_fx.formats import Encoded
+from gnmr_fx.scope import AllSaved
 
 HANDLE_PREFIX = "_gnmr_"
 """Modules carry their handles as plain attributes of this prefix (neither parameters nor buffers)."""
+UNIT_KEY = "gnmr_fx_unit"
+"""Key of an autograd node's metadata under which the handle of the unit that it is part of is kept."""
 
 
 class Memo:
@@ -68,27 +72,49 @@ class Memo:
         return Memo, ()
 
 
+class Kept(NamedTuple):
+    """One activation that is stored for a unit.
+
+    Attributes:
+        shape, dtype: of the activation, as it is stored.
+        role: what it is to the unit: its ``"input"`` or its ``"output"``, an attention's ``"query"``, or the name of
+            the operator that made it.
+        low: spec of its low-cost format where that is not the unit's.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    role: str = "input"
+    low: str = ""
+
+
 @dataclass
 class Observation:
     """What one pass (forward and backward) has stored for one unit.
 
-    ``calls`` maps (shape, dtype) of an encoded activation to how often it was encoded in the pass under way;
+    ``calls`` maps each :class:`Kept` activation to how often it was encoded in the pass under way;
     ``last`` is the same for the last whole pass; ``was_seen`` says that there was any, in this run or one resumed;
-    ``recomputed``, that activation checkpointing makes some of them again inside the backward.
+    ``recomputed``, that activation checkpointing makes some of them again inside the backward; ``scope``, what
+    was stored where the unit last ran (``"all"`` or ``"projections"``; ``""`` for a model that was instrumented for projections only).
     """
 
-    calls: dict[tuple[tuple[int, ...], torch.dtype], int] = field(default_factory=dict)
-    last: dict[tuple[tuple[int, ...], torch.dtype], int] = field(default_factory=dict)
+    calls: dict[Kept, int] = field(default_factory=dict)
+    last: dict[Kept, int] = field(default_factory=dict)
     was_seen: bool = False
     recomputed: bool = False
+    scope: str = ""
 
-    def add(self, shape: torch.Size, dtype: torch.dtype) -> None:
+    def add(self, kept: Kept) -> None:
         """Count one encoded activation; one made by a recomputation inside a backward is not kept, and not counted."""
         if torch._C._current_graph_task_id() == -1:
-            key = (tuple(shape), dtype)
-            self.calls[key] = self.calls.get(key, 0) + 1
+            self.calls[kept] = self.calls.get(kept, 0) + 1
         else:
             self.recomputed = self.was_seen = True
+
+    def enter(self, scope: str) -> None:
+        """Note what is stored where the unit runs now."""
+        if torch._C._current_graph_task_id() == -1:
+            self.scope, self.was_seen = scope, True
 
     def close(self) -> None:
         """End the pass under way."""
@@ -102,7 +128,7 @@ class Observation:
         return bool(self.was_seen or self.calls)
 
     @property
-    def current(self) -> dict[tuple[tuple[int, ...], torch.dtype], int]:
+    def current(self) -> dict[Kept, int]:
         """The last whole pass; before there is one, the pass under way."""
         return self.last or self.calls
 
@@ -116,12 +142,22 @@ class Handle:
         low, high: format specs of the two paths.
         memo: shared by all handles of one model.
         observation: shared by all call sites of one unit.
+        scope: options of scope "all"; None where only what projections read is stored.
+        saver: what stores everything in eager mode; None in that scope only.
     """
 
-    __slots__ = ("__weakref__", "guard", "high", "low", "memo", "observation", "seed")
+    __slots__ = ("__weakref__", "guard", "high", "low", "memo", "observation", "saver", "scope", "seed")
 
     def __init__(
-        self, guard: Tensor, seed: Tensor | None, low: str, high: str, memo: Memo, observation: Observation
+        self,
+        guard: Tensor,
+        seed: Tensor | None,
+        low: str,
+        high: str,
+        memo: Memo,
+        observation: Observation,
+        scope: AllSaved | None = None,
+        saver: Any = None,
     ) -> None:
         self.guard = guard
         self.seed = seed
@@ -129,6 +165,8 @@ class Handle:
         self.high = high
         self.memo = memo
         self.observation = observation
+        self.scope = scope
+        self.saver = saver
 
 
 @dataclass(frozen=True)
@@ -211,9 +249,42 @@ def unregister_observer(flags: Tensor) -> None:
     _OBSERVERS.pop(flags.data_ptr(), None)
 
 
-def observe(guard: Tensor, shape: torch.Size, dtype: torch.dtype) -> None:
-    """Record that the operator guarded by ``guard`` has stored an activation."""
+def observers() -> list[Any]:
+    """The controllers that are registered."""
+    return list(_OBSERVERS.values())
+
+
+def mark(made: Tensor, unit: Any) -> None:
+    """Note in the autograd graph that ``unit`` (its handle) made a tensor."""
+    metadata: Any = made.grad_fn.metadata  # type: ignore[union-attr]  # a dict, whatever its annotation says
+    metadata[UNIT_KEY] = unit
+
+
+def _observer_of(guard: Tensor) -> tuple[Any, int]:
+    """The controller that ``guard`` belongs to (None if it is gone), and the index of its unit."""
     offset = int(guard.storage_offset())
-    controller = _OBSERVERS.get(guard.data_ptr() - offset * guard.element_size())
+    return _OBSERVERS.get(guard.data_ptr() - offset * guard.element_size()), offset
+
+
+def observe(guard: Tensor, kept: Kept) -> None:
+    """Record that an activation of the unit guarded by ``guard`` was stored."""
+    controller, index = _observer_of(guard)
     if controller is not None:
-        controller.units[offset].observation.add(shape, dtype)
+        controller.units[index].observation.add(kept)
+
+
+def observe_scope(guards: Sequence[Tensor], scope: str, left: str = "") -> None:
+    """Record what is stored in the graph that runs now.
+
+    Args:
+        guards: of the graph's units.
+        scope: ``"all"`` or ``"projections"``.
+        left: JSON list of the saved tensors that the graph keeps as they are; their ``unit`` counts in ``guards``.
+    """
+    controller, _ = _observer_of(guards[0])
+    if controller is None:
+        return
+    indices = tuple(int(guard.storage_offset()) for guard in guards)
+    for index in indices:
+        controller.units[index].observation.enter(scope)
+    controller.left_in_graph[indices] = left

@@ -28,6 +28,7 @@ HEAD_NAMES = frozenset({
     "lm_head", "head", "output_head", "output_projection", "embed_out", "unembed", "classifier", "score", "qa_outputs",
 })  # fmt: skip
 """Last path components taken for an output head, outside of numbered layers."""
+OUTPUT_HEAD = "output head (left alone unless include names it)"
 
 _NOT_PROJECTIONS: tuple[tuple[type | tuple[type, ...], str, str], ...] = (
     (torch.nn.modules.conv._ConvNd, "convolution", "a convolution is not a projection"),
@@ -207,7 +208,7 @@ def _select(plan: Plan, units: list[UnitSpec]) -> tuple[list[UnitSpec], list[Lef
         elif any(matches(unit.name, p) for p in exclude or ()):
             reason = "in exclude"
         elif unit.owner in heads or any(site in heads for site, _ in unit.sites) or _is_head_name(unit.owner):
-            reason = "output head (left alone unless include names it)" if include is None else ""
+            reason = OUTPUT_HEAD if include is None else ""
         else:
             reason = ""
         if reason:

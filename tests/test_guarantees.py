@@ -135,7 +135,7 @@ def encoded_bytes(controller: ModelController, fmt: gnmr_fx.Format, names: Itera
     total, counted = 0, set()
     for unit in controller.units:
         if unit.name in wanted and not counted & {unit.name, *unit.spec.shares_input_with}:
-            ((shape, dtype),) = unit.observation.current
+            ((shape, dtype, *_),) = unit.observation.current
             total += formats.nbytes(shape, fmt, dtype)
             counted.add(unit.name)
     return total
@@ -220,7 +220,7 @@ def test_bytes_held_under_compile(backend: str) -> None:
 
 def per_unit_inputs(controller: ModelController) -> list[tuple[int, ...]]:
     """Shape of the input of each unit: compiled, each has a recovery payload of its own."""
-    return [shape for unit in controller.units for shape, _ in unit.observation.current]
+    return [kept.shape for unit in controller.units for kept in unit.observation.current]
 
 
 def distinct_inputs(controller: ModelController) -> list[tuple[int, ...]]:
@@ -228,7 +228,7 @@ def distinct_inputs(controller: ModelController) -> list[tuple[int, ...]]:
     found, counted = [], set()
     for unit in controller.units:
         if not counted & {unit.name, *unit.spec.shares_input_with}:
-            found += [shape for shape, _ in unit.observation.current]
+            found += [kept.shape for kept in unit.observation.current]
         counted.add(unit.name)
     return found
 

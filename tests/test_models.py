@@ -387,7 +387,7 @@ def check_compiled(name: str, backend: str, *, exact_codes: bool) -> None:
     if not pair.case.fullgraph:  # sizes that depend on the data become dynamic at their second value
         run(pair.built, compiled)
     assert unseen(controller) == []
-    smallest = min(math.prod(shape) for unit in controller.units for shape, _ in unit.observation.current)
+    smallest = min(math.prod(kept.shape) for unit in controller.units for kept in unit.observation.current)
     graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     assert graphs == 1 or not pair.case.fullgraph
     with torch._dynamo.config.patch(error_on_recompile=True):

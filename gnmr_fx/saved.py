@@ -1,0 +1,351 @@
+"""The eager twin of the partition pass: every saved activation in its unit's format, without a graph.
+
+While the model's forward runs in eager mode, autograd hands each tensor that it saves to :meth:`Saver.pack`. That one
+asks the autograd graph built so far which unit made the tensor, and stores the memory it lies in, once, however many
+operators save it. What :mod:`gnmr_fx.passes.attribute` leaves alone is left alone here: what depends on nothing that is
+trained, parameters, statistics, the loss head, small tensors.
+
+Two things are different from a compiled graph, since what comes after a tensor is not known yet: an attention's output
+belongs to the unit that made it rather than to the one that reads it, and what no unit made (embeddings) belongs to the
+first unit.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.weak import TensorWeakRef
+
+from gnmr_fx import kernels
+from gnmr_fx.formats import Encoded
+from gnmr_fx.physical import Physical
+from gnmr_fx.recipe import Format, at_least_8_bits
+from gnmr_fx.scope import AllSaved
+from gnmr_fx.units import UNIT_KEY, Handle, Kept, mark
+
+LOSS_HEAD = "loss head"
+"""Stands for the output head where a unit's handle stands for the unit; and why what comes after is left alone."""
+PARAMETER = "a parameter"
+_ATTENTION_OPERANDS = 4
+"""Tensors that an attention saves before its output: query, key, value and a mask."""
+_MAX_NODES = 256
+_VIEWS = frozenset({
+    "View", "UnsafeView", "Transpose", "Permute", "T", "Expand", "ReshapeAlias", "Unsqueeze", "Squeeze", "Clone",
+    "Slice",
+    "Select", "Split", "SplitWithSizes", "Alias", "Unbind", "AsStrided",
+})  # fmt: skip
+_CASTS = frozenset({"ToCopy", "Toc"})
+_REDUCTIONS = frozenset(
+    {
+        "Mean",
+        "Sum",
+        "Var",
+        "VarMean",
+        "Std",
+        "Amax",
+        "Amin",
+        "Max",
+        "Min",
+        "Logsumexp",
+        "Rsqrt",
+        "LinalgVectorNorm",
+    }
+)
+_INFINITE = frozenset({"MaskedFill", "Where"})
+_POINTWISE = _CASTS | {"Add", "Sub", "Mul", "Div", "Cat"}
+"""Operations that infinities survive."""
+_parse = functools.cache(Format.parse)
+_precise = functools.cache(lambda spec: str(at_least_8_bits(Format.parse(spec))))
+
+
+class Packed:
+    """What is kept in place of a saved tensor.
+
+    It is stored a few saved tensors later, or when it is asked for: that a tensor is an attention's query or key shows
+    only when the attention's output is saved.
+    """
+
+    __slots__ = ("_waiting", "dtype", "encoded", "node", "physical", "role", "size", "spec", "stored", "version")
+    encoded: Encoded
+    spec: str
+    stored: tuple[int, ...]
+    dtype: torch.dtype
+    physical: Physical
+    size: tuple[int, ...]
+
+    def __init__(self, x: Tensor, node: Any, role: str, store: Callable[[Packed, Tensor], None]) -> None:
+        self.node: Any = node
+        self.role = role
+        self.version = x._version
+        self._waiting: tuple[Tensor, Callable[[Packed, Tensor], None]] | None = (x, store)
+
+    def settle(self) -> None:
+        """Store the tensor now, if it is not stored yet."""
+        if self._waiting is None:
+            return
+        x, store = self._waiting
+        self._waiting = self.node = None
+        if x._version != self.version:
+            raise RuntimeError(
+                f"expected a tensor of shape {tuple(x.shape)} that autograd saved to be left as it is until the "
+                "backward, found it changed by an in-place operation; use the operation that is not in place"
+            )
+        store(self, x)
+
+    def unpack(self) -> Tensor:
+        """The tensor as stored, with the strides it had (without its gaps)."""
+        self.settle()
+        block = kernels.decode(self.encoded, _parse(self.spec), self.stored, self.dtype)
+        return self.physical.view(block, self.size)
+
+
+class Blocks:
+    """The memory that is stored already: address, extent and version -> its encoding, as long as both are alive."""
+
+    MAX_ENTRIES = 256
+
+    def __init__(self) -> None:
+        self._entries: OrderedDict[
+            tuple[Any, ...], tuple[StorageWeakRef, TensorWeakRef, TensorWeakRef, tuple[int, ...]]
+        ] = OrderedDict()
+
+    @staticmethod
+    def key(x: Tensor, spec: str) -> tuple[Any, ...]:
+        """Of a tensor without gaps."""
+        return (x.untyped_storage()._cdata, x.storage_offset(), x.numel(), x._version, x.dtype, spec)
+
+    def get(self, key: tuple[Any, ...]) -> tuple[Encoded, tuple[int, ...]] | None:
+        """The encoding, and the shape it was encoded in."""
+        entry = self._entries.get(key)
+        if entry is None:
+            return None
+        storage, payload, scales, shape = entry[0], entry[1](), entry[2](), entry[3]
+        if storage.expired() or payload is None or scales is None:
+            return None
+        return Encoded(payload, scales), shape
+
+    def put(self, key: tuple[Any, ...], x: Tensor, encoded: Encoded, shape: tuple[int, ...]) -> None:
+        """Remember that the memory of ``x`` is stored as ``encoded``."""
+        references = (TensorWeakRef(encoded.payload), TensorWeakRef(encoded.scales))
+        self._entries[key] = (StorageWeakRef(x.untyped_storage()), *references, shape)
+        while len(self._entries) > self.MAX_ENTRIES:
+            self._entries.popitem(last=False)
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self._entries.clear()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Blocks, ()
+
+
+class Saver:
+    """Stores what autograd saves during a model's forward.
+
+    Attributes:
+        options: of scope "all".
+        first: handle of the unit that what no unit made belongs to.
+        active: whether a forward is under way whose saved tensors come here.
+        blocks: the memory that is stored already.
+        left: the kinds of saved tensors that are kept as they are.
+    """
+
+    first: Handle
+
+    def __init__(self, options: AllSaved) -> None:
+        self.options = options
+        self.active = False
+        self.blocks = Blocks()
+        self.left: dict[Left, None] = {}
+        self._waiting: deque[Packed] = deque()
+
+    def run(self, training: bool, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """``forward(*args, **kwargs)`` with all that it saves stored; as it is if none is to be saved."""
+        if self.active or _top_hooks() is not None or not (training and torch.is_grad_enabled()):
+            return forward(
+                *args, **kwargs
+            )  # checkpointing, or hooks of the user's own: what is saved is their business
+        self.active = True
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(self.pack, unpack):
+                return forward(*args, **kwargs)
+        finally:
+            self._settle()
+            self.active = False
+            self.blocks.clear()
+
+    def pack(self, x: Tensor) -> Any:
+        """What is kept in place of ``x``: a :class:`Packed`, or ``x`` itself."""
+        node = x.grad_fn
+        if node is None:
+            return x
+        if is_attention(node):
+            self._tell_queries(node)
+        if not self.is_worth_it(x):
+            return x.detach()  # an output that is kept as it is would keep itself alive
+        found = nearest_unit(node)
+        role = role_of(node, found)
+        if found.reason and not (found.reason == LOSS_HEAD and self.options.loss_head):
+            if found.reason != PARAMETER:
+                self.left[Left(role, tuple(x.shape), x.dtype, found.reason)] = None
+            return x.detach()
+        handle = found.handle or self.first
+        if (handle.high if bool(handle.guard) else handle.low) == "none":
+            return x.detach()
+        packed = Packed(x.detach(), node, role, functools.partial(self._store, handle))
+        self._waiting.append(packed)
+        if len(self._waiting) > _ATTENTION_OPERANDS:
+            self._waiting.popleft().settle()
+        return packed
+
+    def _tell_queries(self, attention: Any) -> None:
+        """Of what was saved last, mark what is the query and the key of ``attention``, whose output is saved now."""
+        makers = [maker for maker, _ in attention.next_functions[:2]]
+        for packed in self._waiting:
+            if packed.node in makers:
+                packed.role = ("query", "key")[makers.index(packed.node)]
+
+    def _settle(self) -> None:
+        while self._waiting:
+            self._waiting.popleft().settle()
+
+    def find(self, x: Tensor, spec: str) -> tuple[Encoded, tuple[int, ...]] | None:
+        """What the memory of a contiguous ``x`` is stored as, in this forward and in format ``spec``; and its shape."""
+        if not self._shares(x):
+            return None
+        self._settle()
+        return self.blocks.get(Blocks.key(x, spec))
+
+    def remember(self, x: Tensor, spec: str, encoded: Encoded) -> None:
+        """The memory of ``x`` is stored as ``encoded``."""
+        if self._shares(x):
+            self.blocks.put(Blocks.key(x, spec), x, encoded, tuple(x.shape))
+
+    def _shares(self, x: Tensor) -> bool:
+        """Whether what ``x`` is stored as may be shared: not inside a checkpointed region, which is run again alone."""
+        hooks = _top_hooks() if self.active else None
+        return hooks is not None and hooks[0] == self.pack and x.is_contiguous()
+
+    def is_worth_it(self, x: Tensor) -> bool:
+        """Whether a tensor is of a kind and size that is stored in another format."""
+        return (
+            type(x) is Tensor
+            and x.is_floating_point()
+            and x.dtype.itemsize > 1
+            and x.dim() > 0
+            and x.shape[-1] > 1
+            and x.numel() * x.dtype.itemsize >= self.options.min_bytes
+        )
+
+    def _store(self, handle: Handle, packed: Packed, x: Tensor) -> None:
+        """Store ``x`` in the format of the unit of ``handle`` that is in force."""
+        precise = packed.role in ("query", "key") and self.options.attention == "int8"
+        low, high = (_precise(spec) if precise else spec for spec in (handle.low, handle.high))
+        spec = high if bool(handle.guard) else low
+        physical = Physical.of(x, _parse(low))
+        block = physical.block(x)
+        key = Blocks.key(block, spec)
+        found = self.blocks.get(key)
+        if found is None:
+            handle.observation.add(Kept(tuple(block.shape), x.dtype, packed.role, low))
+            found = kernels.encode(block, _parse(spec), handle.seed), tuple(block.shape)
+            if block.untyped_storage()._cdata == x.untyped_storage()._cdata:  # else a copy, as it had gaps
+                self.blocks.put(key, block, *found)
+        packed.encoded, packed.stored = found
+        packed.spec, packed.dtype, packed.physical, packed.size = spec, x.dtype, physical, tuple(x.shape)
+
+
+def _top_hooks() -> tuple[Any, Any] | None:
+    """The saved-tensor hooks that are in force, if any are."""
+    hooks: tuple[Any, Any] | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return hooks
+
+
+def unpack(kept: Any) -> Tensor:
+    """The tensor that :meth:`Saver.pack` was given, as stored."""
+    return kept.unpack() if isinstance(kept, Packed) else kept
+
+
+class Left(NamedTuple):
+    """A saved tensor that is kept as it is: what it is, its shape and dtype, and why it is."""
+
+    role: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    reason: str
+
+
+class Found(NamedTuple):
+    """Where a tensor comes from.
+
+    Attributes:
+        handle: of the unit that made it, if any did.
+        distance: operations from there that compute something.
+        reason: why it is not to be stored in another format; ``""`` if nothing speaks against that.
+    """
+
+    handle: Handle | None = None
+    distance: int = 0
+    reason: str = ""
+
+
+def name_of(node: Any) -> str:
+    """``Mul`` of ``MulBackward0``."""
+    return str(type(node).__name__).partition("Backward")[0]
+
+
+def is_attention(node: Any) -> bool:
+    """Whether a fused attention made the tensor: PyTorch's own, or one of a library."""
+    name = name_of(node).lower()
+    return "attention" in name or "attn" in name
+
+
+def role_of(node: Any, found: Found) -> str:
+    """What the tensor that ``node`` made is to the unit it belongs to."""
+    if found.handle is not None and found.distance == 0:
+        return "output"
+    name = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name_of(node)).lower()
+    return "attention output" if is_attention(node) else name
+
+
+def nearest_unit(start: Any) -> Found:
+    """The unit that made a tensor: the nearest one upstream of its node in the autograd graph."""
+    queue, seen = deque([(0, start, True)]), {start}
+    alone = True  # nothing but views and casts so far
+    while queue and len(seen) < _MAX_NODES:
+        distance, node, pointwise = queue.popleft()
+        unit = node.metadata.get(UNIT_KEY)
+        if unit is not None:
+            return Found(reason=LOSS_HEAD) if unit == LOSS_HEAD else Found(unit, distance)
+        name = name_of(node)
+        if node is start and name in _REDUCTIONS:
+            return Found(reason="statistics of a softmax or a norm")
+        if pointwise and name in _INFINITE:
+            return Found(reason="may hold infinities")
+        following = [n for n, _ in node.next_functions if n is not None]
+        if alone and not following:
+            return Found(reason=PARAMETER)
+        free = name in _VIEWS
+        alone = alone and (free or name in _CASTS) and len(following) == 1
+        further = distance + (0 if free else 1)
+        goes_on = pointwise and (free or name in _POINTWISE)
+        for n in following:
+            if n not in seen:
+                seen.add(n)
+                (queue.appendleft if free else queue.append)((further, n, goes_on))
+    return Found()
+
+
+class MarkHead:
+    """A forward hook that marks what an output head makes."""
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        if not torch.compiler.is_compiling() and isinstance(output, Tensor) and output.grad_fn is not None:
+            mark(output, LOSS_HEAD)
