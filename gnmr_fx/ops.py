@@ -31,7 +31,7 @@ from gnmr_fx.errors import DoubleBackwardError, UnsupportedTransformError
 from gnmr_fx.formats import Encoded, empty_encoded
 from gnmr_fx.projections import KINDS
 from gnmr_fx.recipe import Format
-from gnmr_fx.units import Handle, observe
+from gnmr_fx.units import Handle, announce, observe
 
 NAMESPACE = "gnmr_fx"
 
@@ -237,6 +237,7 @@ def guarded_projection(
                 "gnmr_fx.uninstrument(model) for this computation"
             )
         handle.observation.add(torch.Size(stored_shape(x.shape)), dtype)
+        announce(handle.guard)
         active = bool(handle.guard)
         if (handle.high if active else handle.low) == "none":  # before the cast, which autocast makes once per weight
             return stock_projection(kind, extra, x, w, b, offs)

@@ -188,6 +188,11 @@ class Unit:
         return weight if weight is not None else getattr(self.module, self.spec.parameter)
 
     @property
+    def parameter(self) -> nn.Parameter | None:
+        """The weight where the module holds it as a parameter; None where it is computed (parametrized, pruned)."""
+        return self.module._parameters.get(self.spec.parameter)
+
+    @property
     def trainable(self) -> bool:
         """Whether the weight needs a gradient now."""
         return self.weight.requires_grad
@@ -212,8 +217,17 @@ def unregister_observer(flags: Tensor) -> None:
 
 
 def observe(guard: Tensor, shape: torch.Size, dtype: torch.dtype) -> None:
-    """Record that the operator guarded by ``guard`` has stored an activation."""
+    """Record that the operator guarded by ``guard`` has stored an activation, and tell its controller."""
     offset = int(guard.storage_offset())
     controller = _OBSERVERS.get(guard.data_ptr() - offset * guard.element_size())
     if controller is not None:
         controller.units[offset].observation.add(shape, dtype)
+        controller.projection_ran(offset)
+
+
+def announce(guard: Tensor) -> None:
+    """Tell the controller of ``guard`` that its operator runs."""
+    offset = int(guard.storage_offset())
+    controller = _OBSERVERS.get(guard.data_ptr() - offset * guard.element_size())
+    if controller is not None:
+        controller.projection_ran(offset)
