@@ -105,7 +105,8 @@ class Fingerprint:
     """What ranks that decide together have to have in common.
 
     Attributes:
-        parts: name of each part (units, recipe, ...) to a text that is equal where the part is.
+        parts: name of each part (units, recipe, ...) to a text that is equal where the part is. One named ``state`` is
+            told of only where it alone differs: a state of other units cannot be the same.
     """
 
     parts: Mapping[str, str]
@@ -142,6 +143,8 @@ def check_agreement(fingerprint: Fingerprint, groups: tuple[ProcessGroup, ...], 
     differing = [
         part for part, same in zip(fingerprint.parts, (largest == -smallest).tolist(), strict=True) if not same
     ]
+    if len(differing) > 1 and "state" in differing:
+        differing.remove("state")
     if differing:
         raise RankMismatchError(
             f"expected the same {', '.join(fingerprint.parts)} on all ranks, found other {' and '.join(differing)} on "
