@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 from torch.utils.weak import TensorWeakRef
 
 _MAX_FRAMES_TO_SCALER = 16
@@ -53,6 +54,7 @@ class OptimizerHook:
     def __init__(self, controller: weakref.ref[Listener], before: bool) -> None:
         self.controller, self.before = controller, before
 
+    @_disable_dynamo  # a compiled optimizer step breaks its graph here: what is heard is for the run, not for the trace
     def __call__(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         controller = self.controller()
         if controller is not None:

@@ -103,7 +103,9 @@ class Round:
         backwards: number of backwards that have ended.
         open_in: autograd's id of the backward whose end is waited for.
         stepped_inside: an optimizer of units has made a step inside a backward.
-        due: the controller's step waits for the next forward.
+        due: the controller's step waits for the next forward or, where that keeps nothing (reentrant checkpointing),
+            for the first recomputation in the next backward.
+        recomputed_in: autograd's id of the backward that recomputed a unit last.
         group: the process group of the DDP that a forward ran in.
     """
 
@@ -116,6 +118,7 @@ class Round:
     open_in: int | None = None
     stepped_inside: bool = False
     due: bool = False
+    recomputed_in: int = -1
     group: distributed.ProcessGroup | None = None
 
 
@@ -394,10 +397,12 @@ class Controller:
 
     def projection_ran(self, index: int) -> None:
         """Called whenever unit ``index`` runs guarded: by a forward, or by a recomputation inside a backward."""
-        if in_backward():
-            return
-        if self._round.due:
+        task = torch._C._current_graph_task_id()
+        if self._round.due and task != self._round.recomputed_in:
             self._tick(1.0)
+        if in_backward():
+            self._round.recomputed_in = task
+            return
         weight = self.units[index].parameter
         if weight is not None and not self._hooks.covers(index, weight):
             self._attach_hook(index, weight)
@@ -475,7 +480,7 @@ class Controller:
             unit.observation.close()
         self._seconds += time.perf_counter() - start
         if now.stepped_inside:
-            # Inside another backward (reentrant checkpointing) guards must not change: the next forward is soon enough.
+            # Inside another backward (reentrant checkpointing) guards must not change yet.
             if torch._C._current_autograd_node() is None:
                 self._tick(1.0)
             else:
