@@ -1,4 +1,4 @@
-"""What deciding together costs: a step of DDP and FSDP2 without gnmr-fx, with it, and with it but without the collective.
+"""What deciding together costs: a step of DDP and FSDP2 without gnmr-fx, with it, and with it less the collective.
 
     python benchmarks/distributed.py                  # 2 gloo processes on the CPU, the demo model
     python benchmarks/distributed.py --ranks 4 --layers 8 --kinds ddp
@@ -6,7 +6,7 @@
 Every round runs one step of every variant, so that a change in the machine's load meets them all; times are ratios to
 the stock model in the same round (median, and the 10th and 90th percentile over the rounds). The recipe keeps
 activations as they are, so that the controller alone makes the difference. The collective is also timed by itself,
-behind a barrier, for several numbers of units.
+behind a barrier, for several numbers of units; inside a step it includes the wait for the slowest rank.
 """
 
 from __future__ import annotations
@@ -58,19 +58,30 @@ class Variant:
         self.call = wrap(kind, model)
         self.optimizer = torch.optim.AdamW(model.parameters(), 1e-4, fused=True)
         self.seconds: list[float] = []
+        self.in_collective: list[float] = []
 
     def step(self, ids: Tensor) -> None:
         """One training step on ``ids`` [batch, seq], int64; all ranks begin it together."""
         groups_of = distributed.groups_of
         if self.name == VARIANTS[1]:
             distributed.groups_of = lambda *_: ()
+        sum_over, spent = distributed.sum_over, [0.0]
+
+        def timed(groups: Any, values: Tensor) -> Tensor:
+            begun = time.perf_counter()
+            sum_over(groups, values)
+            spent[0] += time.perf_counter() - begun
+            return values
+
+        distributed.sum_over = timed
         dist.barrier()
         start = time.perf_counter()
         self.call(input_ids=ids, labels=ids).loss.backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.seconds.append(time.perf_counter() - start)
-        distributed.groups_of = groups_of
+        self.in_collective.append(spent[0])
+        distributed.groups_of, distributed.sum_over = groups_of, sum_over
 
 
 def measure_steps(kind: str, arguments: argparse.Namespace) -> list[dict[str, Any]]:
@@ -83,7 +94,12 @@ def measure_steps(kind: str, arguments: argparse.Namespace) -> list[dict[str, An
             run.step(ids)
     stock = torch.tensor(runs[0].seconds[2:])
     return [
-        {"kind": kind, "variant": run.name, "ms": 1e3 * float(torch.tensor(run.seconds[2:]).median())}
+        {
+            "kind": kind,
+            "variant": run.name,
+            "ms": 1e3 * float(torch.tensor(run.seconds[2:]).median()),
+            "collective_share": float((torch.tensor(run.in_collective) / torch.tensor(run.seconds))[2:].median()),
+        }
         | quantiles(torch.tensor(run.seconds[2:]) / stock)
         for run in runs
     ]
@@ -151,10 +167,16 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     print(
         tabulate(
             [
-                [r["kind"], r["variant"], f"{r['ms']:.1f}", f"{r['median']:.3f} ({r['p10']:.3f}-{r['p90']:.3f})"]
+                [
+                    r["kind"],
+                    r["variant"],
+                    f"{r['ms']:.1f}",
+                    f"{r['median']:.3f} ({r['p10']:.3f}-{r['p90']:.3f})",
+                    f"{r['collective_share']:.2%}" if r["collective_share"] else "-",
+                ]
                 for r in steps
             ],
-            headers=["kind", "variant", "ms/step", "time ratio (p10-p90)"],
+            headers=["kind", "variant", "ms/step", "time ratio (p10-p90)", "in the collective"],
         )
     )
     print()

@@ -40,7 +40,50 @@ def data_parallel_group() -> ProcessGroup | None:
 
 def is_distributed(tensor: Tensor) -> bool:
     """Whether ``tensor`` is a DTensor."""
-    return hasattr(tensor, "placements") and hasattr(tensor, "to_local")
+    if not torch.compiler.is_compiling():
+        return hasattr(tensor, "placements") and hasattr(tensor, "to_local")
+    from torch.distributed.tensor import DTensor  # Dynamo knows the class of a traced tensor, but not what it has
+
+    return isinstance(tensor, DTensor)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a DTensor lies on its mesh, to make one of a local tensor again.
+
+    Attributes:
+        mesh, placements: of the DTensor.
+        shape, stride: of the whole of it.
+        local_shape: of what this rank holds.
+    """
+
+    mesh: Any
+    placements: tuple[Any, ...]
+    shape: torch.Size
+    stride: tuple[int, ...]
+    local_shape: torch.Size
+
+    def whole(self, local: Tensor) -> Tensor:
+        """The DTensor of which ``local`` is what this rank holds."""
+        from torch.distributed.tensor import DTensor
+
+        made: Tensor = DTensor.from_local(
+            local, self.mesh, self.placements, run_check=False, shape=self.shape, stride=self.stride
+        )
+        return made
+
+
+def layout_of(x: Tensor) -> Layout | None:
+    """The layout of a DTensor; None for any other tensor."""
+    if not is_distributed(x):
+        return None
+    spread: Any = x
+    return Layout(spread.device_mesh, spread.placements, x.shape, x.stride(), spread.to_local().shape)
+
+
+def local_value(x: Tensor) -> Tensor:
+    """What this rank holds of a DTensor; any other tensor as it is."""
+    return x.to_local() if is_distributed(x) else x  # type: ignore[attr-defined]
 
 
 def local_part(gradient: Tensor) -> tuple[Tensor, int]:

@@ -27,6 +27,7 @@ from torch._compile import _disable_dynamo
 from torch._library.fake_impl import allocate_size
 
 from gnmr_fx import kernels
+from gnmr_fx.distributed import Layout, layout_of, local_value
 from gnmr_fx.errors import DoubleBackwardError, UnsupportedTransformError
 from gnmr_fx.formats import Encoded, empty_encoded
 from gnmr_fx.projections import KINDS
@@ -136,11 +137,12 @@ class _Guarded(torch.autograd.Function):
         extra: str,
         low: str,
         high: str,
+        layout: Layout | None,
     ) -> Tensor:
         saved = (w, low_payload, low_scales, high_payload, high_scales)
         ctx.save_for_backward(*saved) if offs is None else ctx.save_for_backward(*saved, offs)
         ctx.kind, ctx.extra, ctx.low, ctx.high = kind, extra, low, high
-        ctx.x_shape, ctx.x_dtype = x.shape, x.dtype
+        ctx.x_shape, ctx.x_dtype, ctx.layout = x.shape, x.dtype, layout
         ctx.b_shape = None if b is None else b.shape
         return KINDS[kind].forward(x, w, b, offs, extra)
 
@@ -159,6 +161,7 @@ class _Guarded(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             grad_x = projection.grad_input(g, w, offs, ctx.extra, ctx.x_shape)
         if ctx.needs_input_grad[1]:
+            stored = ctx.x_shape if ctx.layout is None else ctx.layout.local_shape
             x = torch.ops.gnmr_fx.restore(
                 low_payload,
                 low_scales,
@@ -166,14 +169,15 @@ class _Guarded(torch.autograd.Function):
                 high_scales,
                 ctx.low,
                 ctx.high,
-                stored_shape(ctx.x_shape),
+                stored_shape(stored),
                 ctx.x_dtype,
-                g if torch.compiler.is_compiling() else None,
-            ).view(ctx.x_shape)
+                (g if ctx.layout is None else local_value(g)) if torch.compiler.is_compiling() else None,
+            ).view(stored)
+            x = x if ctx.layout is None else ctx.layout.whole(x)
             grad_w = projection.grad_weight(g, x, offs, ctx.extra, w.shape)
         if ctx.b_shape is not None and ctx.needs_input_grad[2]:
             grad_b = g.sum_to_size(ctx.b_shape)
-        return grad_x, grad_w, grad_b, None, None, None, None, None, None, None, None, None
+        return grad_x, grad_w, grad_b, None, None, None, None, None, None, None, None, None, None
 
 
 def stock_projection(kind: str, extra: str, x: Tensor, w: Tensor, b: Tensor | None, offs: Tensor | None) -> Tensor:
@@ -226,7 +230,8 @@ def guarded_projection(
     """
     if not is_guardable(x, w, training):
         return stock_projection(kind, extra, x, w, b, offs)
-    source, eager, active = x, not torch.compiler.is_compiling(), False
+    layout = layout_of(x)
+    source, eager, active = local_value(x), not torch.compiler.is_compiling(), False
     cast = KINDS[kind].autocast and torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64
     dtype = torch.get_autocast_dtype(x.device.type) if cast else x.dtype
     if eager:
@@ -236,20 +241,21 @@ def guarded_projection(
                 "by gnmr-fx, whose packed activation it cannot see through; call model.eval() or "
                 "gnmr_fx.uninstrument(model) for this computation"
             )
-        handle.observation.add(torch.Size(stored_shape(x.shape)), dtype)
+        handle.observation.add(torch.Size(stored_shape(source.shape)), dtype)
         announce(handle.guard)
         active = bool(handle.guard)
         if (handle.high if active else handle.low) == "none":  # before the cast, which autocast makes once per weight
             return stock_projection(kind, extra, x, w, b, offs)
     if cast:
         x, w, b = x.to(dtype), w.to(dtype), None if b is None else b.to(dtype)
-    saved = x.detach().reshape(stored_shape(x.shape))
+    saved = x.detach() if layout is None else local_value(x.detach())
+    saved = saved.reshape(stored_shape(saved.shape))
     if eager:
         low, high = _encode_eager(source, saved, handle, active)
     else:
         low = torch.ops.gnmr_fx.save_low(saved, handle.seed, handle.low)
         high = torch.ops.gnmr_fx.save_high(saved, handle.guard, handle.seed, handle.high)
-    return _Guarded.apply(x, w, b, offs, *low, *high, kind, extra, handle.low, handle.high)
+    return _Guarded.apply(x, w, b, offs, *low, *high, kind, extra, handle.low, handle.high, layout)
 
 
 def _encode_eager(source: Tensor, x: Tensor, handle: Handle, active: bool) -> tuple[Encoded, Encoded]:

@@ -304,6 +304,68 @@ def test_fsdp2_with_the_optimizer_in_the_backward():
     assert_same(on_ranks(2, fsdp_stepping_inside), stepping_inside(model, model, STEPS))
 
 
+# Tensor parallelism: weights and activations are DTensors -------------------------------------------------------------
+
+
+def tensor_parallel(recipe: Any, guards: str | None, compiled: bool) -> tuple[Log, list[Any]]:
+    """Pairs of projections split over 2 ranks, and FSDP2 over what is left of them: a mesh of two dimensions."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    from tests.loops import readable_kernels
+
+    mesh = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("data", "tensor"))
+    model = chain(4)
+    plan = {f"{at}.0": (RowwiseParallel() if at % 2 else ColwiseParallel()) for at in range(4)}
+    gnmr_fx.instrument(model, recipe, max_active=1, config=CONFIG)
+    if guards is not None:
+        gnmr_fx.controller(model).force(guards)
+    parallelize_module(model, mesh["tensor"], plan)
+    fully_shard(model, mesh=mesh["data"])
+    call = torch.compile(model, backend="aot_eager") if compiled else model
+    rank, size = mesh["data"].get_local_rank(), mesh["data"].size()
+    optimizer, active = torch.optim.SGD(model.parameters(), 0.1), []
+    with recorded() as norms, readable_kernels():
+        for step in range(STEPS):
+            plain_backward(call, inputs(step).chunk(size)[rank])
+            optimizer.step()
+            optimizer.zero_grad()
+            active.append(gnmr_fx.controller(model).active)
+    return Log(norms, active), [p.detach().full_tensor().tolist() for p in model.parameters()]
+
+
+@pytest.mark.parametrize(
+    ("world", "recipe", "guards", "compiled"),
+    [
+        (2, EXACT, None, False),
+        (4, EXACT, None, False),
+        (4, EXACT, None, True),
+        (4, "saved-int4-bf16", "high", False),
+        (2, "saved-int4-bf16", "high", True),
+    ],
+)
+def test_tensor_parallel_units_decide_as_one_process(world, recipe, guards, compiled):
+    """Of the lossless path with a recipe that stores, the weights tell that what was stored is what is restored."""
+    model = gnmr_fx.instrument(chain(4), EXACT, max_active=1, config=CONFIG)
+    if guards is not None:
+        gnmr_fx.controller(model).force(guards)
+    expected = train(model, model, STEPS, clip=False)
+    found = on_ranks(world, tensor_parallel, recipe, guards, compiled)
+    logs = [log for log, _ in found]
+    assert all(log == logs[0] for log in logs)
+    torch.testing.assert_close(torch.tensor(logs[0].norms), torch.tensor(expected.norms), rtol=1e-4, atol=0)
+    assert logs[0].active == expected.active
+    for weight, stock in zip(found[0][1], model.parameters(), strict=True):
+        torch.testing.assert_close(torch.tensor(weight), stock.detach(), rtol=1e-4, atol=1e-6)
+
+
+def test_tensor_parallel_units_quantize_what_each_rank_holds():
+    first, second = on_ranks(2, tensor_parallel, "saved-int4-int8", None, False)
+    assert first[0] == second[0]
+    assert len({tuple(names) for names in first[0].active}) > 2
+
+
 # Decisions that differ would do harm only on the recovery path: a real recipe, guards in force ------------------------
 
 
