@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import collections
 import math
+import statistics
 import time
 import warnings
 import weakref
@@ -412,11 +413,12 @@ class Controller:
         if now.group is None:
             now.group = distributed.data_parallel_group()
         now.calls[index] += 1
-        if now.calls[index] >= FORWARDS_BEFORE_WARNING and not self._warned_idle:
+        if now.calls[index] % FORWARDS_BEFORE_WARNING == 0 and not self._warned_idle:
             self._warn_idle()
 
     def _warn_idle(self) -> None:
-        forwards = min(calls for calls in self._round.calls if calls)  # a unit may run several times in a forward
+        # Some units may run several times in a forward, others in few of them: as many as the unit in the middle.
+        forwards = statistics.median_high(calls for calls in self._round.calls if calls)
         if forwards < FORWARDS_BEFORE_WARNING:
             return
         self._warned_idle = True
