@@ -78,12 +78,12 @@ def test_ddp_decides_as_one_process(options):
     assert_same(on_ranks(2, ddp, STEPS, options), single(STEPS))
 
 
-@pytest.mark.parametrize("compiled", ["blocks", "whole"])
+@pytest.mark.parametrize("compiled", [pytest.param("blocks", marks=pytest.mark.slow), "whole"])
 def test_compiled_ddp_decides_as_one_process(compiled):
     assert_same(on_ranks(2, ddp, STEPS, {}, compiled), single(STEPS))
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_200_steps_of_ddp(world):
     assert_same(on_ranks(world, ddp, LONG, {}), single(LONG))
 
@@ -244,12 +244,12 @@ def test_fsdp2_before_instrument_decides_as_one_process():
     assert_same(on_ranks(2, fsdp, STEPS, "plain", "", True), single(STEPS))
 
 
-@pytest.mark.parametrize("compiled", ["blocks", "whole"])
+@pytest.mark.parametrize("compiled", [pytest.param("blocks", marks=pytest.mark.slow), "whole"])
 def test_compiled_fsdp2_decides_as_one_process(compiled):
     assert_same(on_ranks(2, fsdp, STEPS, "plain", compiled), single(STEPS))
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_200_steps_of_fsdp2(world):
     assert_same(on_ranks(world, fsdp, LONG), single(LONG))
 
@@ -340,7 +340,7 @@ def tensor_parallel(recipe: Any, guards: str | None, compiled: bool) -> tuple[Lo
     [
         (2, EXACT, None, False),
         (4, EXACT, None, False),
-        (4, EXACT, None, True),
+        pytest.param(4, EXACT, None, True, marks=pytest.mark.slow),
         (4, "saved-int4-bf16", "high", False),
         (2, "saved-int4-bf16", "high", True),
     ],
