@@ -631,6 +631,8 @@ class Controller:
         if not self._round.pending:
             self._attach_hooks()  # weights may have been unfrozen or replaced: be there for their next backward
             if not self._owns(optimizer):
+                if self._round.arrived:  # and went elsewhere: FSDP2's shards were never to be seen
+                    self._foreign_step(optimizer)
                 return
             # Without company: another optimizer of the step that was ticked already, or no gradient. Other ranks may
             # have a gradient where this one has none, and wait for it if this optimizer begins the next step.
@@ -657,8 +659,9 @@ class Controller:
             warnings.warn(
                 f"expected an optimizer that holds the weights of the {len(self.units)} recoverable units, found "
                 f"{self._foreign_steps} steps of {type(optimizer).__name__} with none of them while gradients arrived; "
-                "the controller does not tick: build the optimizer from model.parameters(), or call "
-                "gnmr_fx.controller(model).step() after each update",
+                "the controller does not tick: build the optimizer from model.parameters(); if FSDP2 never reshards "
+                "after the backward, call gnmr_fx.instrument after fully_shard; without an optimizer of torch.optim, "
+                "call gnmr_fx.controller(model).step() after each update",
                 GnmrWarning,
                 stacklevel=2,
             )

@@ -10,6 +10,7 @@ import contextlib
 import copy
 import datetime
 import functools
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -252,6 +253,24 @@ def test_compiled_fsdp2_decides_as_one_process(compiled):
 @pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_200_steps_of_fsdp2(world):
     assert_same(on_ranks(world, fsdp, LONG), single(LONG))
+
+
+def never_resharded(shard_first: bool) -> tuple[int, list[str]]:
+    model = sharded(chain()) if shard_first else chain()
+    gnmr_fx.instrument(model, EXACT, max_active=1, config=CONFIG)
+    model = model if shard_first else sharded(model)
+    model.set_reshard_after_backward(False)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        log = train(model, model, 6)
+    return len(log.norms), [str(w.message) for w in caught if issubclass(w.category, gnmr_fx.GnmrWarning)]
+
+
+def test_shards_that_are_never_to_be_seen_are_told_of():
+    assert on_ranks(2, never_resharded, True) == [(6, [])] * 2
+    for steps, (message,) in on_ranks(2, never_resharded, False):
+        assert steps == 0
+        assert "call gnmr_fx.instrument after fully_shard" in message
 
 
 def test_hybrid_sharding_counts_every_shard_once():
