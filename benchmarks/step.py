@@ -167,10 +167,10 @@ def measure_controller(count: int, rounds: int = 20) -> dict[str, Any]:
         own.append(c.stats["seconds"] - before)
         optimizer.zero_grad()
         start = time.perf_counter()
-        for weight, _ in c._hooks:
-            for hook in weight._post_accumulate_grad_hooks.values():
-                c._backward_open = True  # nothing to queue: only the calls are timed
-                hook(weight)
+        for unit in c.units:
+            for hook in unit.weight._post_accumulate_grad_hooks.values():
+                c._round.open_in = torch._C._current_graph_task_id()  # nothing to queue: only the calls are timed
+                hook(unit.weight)
         hooks.append(time.perf_counter() - start)
         c._reset_step()
     gnmr_fx.uninstrument(model)

@@ -54,6 +54,10 @@ class UnknownUnitError(GnmrError, ValueError):
     """A unit name that the controller does not have."""
 
 
+class RankMismatchError(GnmrError, RuntimeError):
+    """Ranks of a distributed run that train one model with other units, another configuration or another state."""
+
+
 class DoubleBackwardError(GnmrError, RuntimeError):
     """A second derivative was asked of a guarded operator, whose saved activation is quantized."""
 

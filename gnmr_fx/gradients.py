@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
+import collections
 import sys
 import types
 import weakref
-from typing import Any, Protocol
+from collections.abc import Iterator
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
+from torch.utils.weak import TensorWeakRef
 
 _MAX_FRAMES_TO_SCALER = 16
+_WEIGHTS_PER_UNIT = 2
+"""FSDP2 has two parameters for one weight, its shard and the whole: gradients may arrive at either."""
 
 
 class Listener(Protocol):
     """What hooks report to."""
 
-    def gradient_arrived(self, index: int) -> None:
-        """The gradient of unit ``index`` was accumulated."""
+    def gradient_arrived(self, index: int, weight: Tensor) -> None:
+        """The gradient of unit ``index`` was accumulated in ``weight.grad``."""
+
+    def optimizer_steps(self, optimizer: torch.optim.Optimizer) -> None:
+        """Some optimizer is about to make a step."""
 
     def optimizer_stepped(self, optimizer: torch.optim.Optimizer) -> None:
         """Some optimizer has made a step."""
@@ -34,38 +43,96 @@ class GradientHook:
     def __call__(self, weight: Tensor) -> None:
         controller = self.controller()
         if controller is not None:
-            controller.gradient_arrived(self.index)
+            controller.gradient_arrived(self.index, weight)
 
 
 class OptimizerHook:
-    """Notes the steps of every optimizer in the process. Holds the controller weakly."""
+    """Notes the steps of every optimizer in the process, before or after them. Holds the controller weakly."""
 
-    __slots__ = ("controller",)
+    __slots__ = ("before", "controller")
 
-    def __init__(self, controller: weakref.ref[Listener]) -> None:
-        self.controller = controller
+    def __init__(self, controller: weakref.ref[Listener], before: bool) -> None:
+        self.controller, self.before = controller, before
 
+    @_disable_dynamo  # a compiled optimizer step breaks its graph here: what is heard is for the run, not for the trace
     def __call__(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         controller = self.controller()
         if controller is not None:
-            controller.optimizer_stepped(optimizer)
+            (controller.optimizer_steps if self.before else controller.optimizer_stepped)(optimizer)
 
 
-def remove_hook(weight: Tensor | None, hook: Any) -> None:
-    """Take ``hook`` off ``weight``, which is then as it was before it had any."""
-    if weight is None:
-        return
-    hook.remove()
-    if not weight._post_accumulate_grad_hooks:
-        weight._post_accumulate_grad_hooks = None  # type: ignore[assignment]  # not the empty dict that is left
+class HookedWeight(NamedTuple):
+    """A weight with a hook on it: the weight, its ``id``, the unit it belongs to, and the hook's handle."""
+
+    weight: TensorWeakRef
+    key: int
+    unit: int
+    handle: Any
+
+
+class WeightHooks:
+    """The hooks on the weights of one model's units, at most two weights for each. Keeps no weight alive."""
+
+    def __init__(self, num_units: int) -> None:
+        self._of_unit: list[collections.deque[HookedWeight]] = [collections.deque() for _ in range(num_units)]
+        self._by_id: dict[int, list[HookedWeight]] = {}
+        self.version = 0
+
+    def covers(self, index: int, weight: Tensor) -> bool:
+        """Whether ``weight`` carries the hook of unit ``index``."""
+        for hooked in self._of_unit[index]:  # noqa: SIM110  # runs once per projection and forward: no generator
+            if hooked.weight() is weight:
+                return True
+        return False
+
+    def attach(self, index: int, weight: Tensor, controller: weakref.ref[Listener]) -> None:
+        """Hook ``weight`` for unit ``index``; the oldest hook of the unit goes if there are two already."""
+        handle = weight.register_post_accumulate_grad_hook(GradientHook(controller, index))
+        hooked = HookedWeight(TensorWeakRef(weight), id(weight), index, handle)
+        self._of_unit[index].append(hooked)
+        self._by_id.setdefault(hooked.key, []).append(hooked)
+        self.version += 1
+        if len(self._of_unit[index]) > _WEIGHTS_PER_UNIT:
+            self._remove(self._of_unit[index].popleft())
+
+    def units_of(self, parameter: Tensor) -> list[int]:
+        """The units whose weight ``parameter`` is."""
+        return [hooked.unit for hooked in self._by_id.get(id(parameter), ()) if hooked.weight() is parameter]
+
+    def weights(self) -> Iterator[Tensor]:
+        """All hooked weights that are alive, unit by unit."""
+        for of_unit in self._of_unit:
+            for hooked in of_unit:
+                weight = hooked.weight()
+                if weight is not None:
+                    yield weight
+
+    def remove(self) -> None:
+        """Take all hooks off."""
+        for of_unit in self._of_unit:
+            while of_unit:
+                self._remove(of_unit.pop())
+
+    def _remove(self, gone: HookedWeight) -> None:
+        left = [hooked for hooked in self._by_id.pop(gone.key, ()) if hooked is not gone]
+        if left:
+            self._by_id[gone.key] = left
+        weight = gone.weight()
+        if weight is not None:
+            gone.handle.remove()
+            if not weight._post_accumulate_grad_hooks:
+                weight._post_accumulate_grad_hooks = None  # not the empty dict that is left
+
+
+def in_backward() -> bool:
+    """Whether this runs inside a backward: a hook, or a forward that is recomputed there."""
+    return torch._C._current_graph_task_id() != -1
 
 
 def gradient_norms(gradients: list[Tensor]) -> Tensor:
     """L2 norms, in at least fp32, of tensors of one device and dtype; 1-D on that device, in one fused call."""
     narrow = gradients[0].dtype.itemsize < torch.float32.itemsize
-    norms = torch.stack(torch._foreach_norm(gradients, 2, torch.float32 if narrow else None))
-    gather = getattr(norms, "full_tensor", None)  # a DTensor: each rank has the norms of its own shards
-    return norms if gather is None else gather()
+    return torch.stack(torch._foreach_norm(gradients, 2, torch.float32 if narrow else None))
 
 
 def active_grad_scale() -> float:

@@ -52,7 +52,7 @@ def told(event: Event, config: GnmrConfig) -> tuple[str, str]:
     words = {
         "gnmr": lambda: f"GNMR {event.gnmr:.2f} > {threshold(config.alpha, event.step, 'alpha'):g}",
         "delta_gnmr": lambda: f"ΔGNMR {event.delta_gnmr:.2f} > {threshold(config.beta, event.step, 'beta'):g}",
-        "non_finite": lambda: "norm not finite",
+        "non_finite": lambda: "norm not finite" + (", the first to go so" if event.first_non_finite else ""),
     }
     over = ", ".join(words[reason]() for reason in fired(event, config))
     on = event.outcome == "chosen"

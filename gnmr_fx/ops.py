@@ -29,12 +29,13 @@ from torch._compile import _disable_dynamo
 from torch._library.fake_impl import allocate_size
 
 from gnmr_fx import kernels
+from gnmr_fx.distributed import Layout, layout_of, local_value
 from gnmr_fx.errors import DoubleBackwardError, UnsupportedBackendError, UnsupportedTransformError
 from gnmr_fx.formats import Encoded, empty_encoded
 from gnmr_fx.projections import KINDS
 from gnmr_fx.recipe import Format
 from gnmr_fx.scope import AllSaved
-from gnmr_fx.units import Handle, Kept, mark, observe, observe_scope
+from gnmr_fx.units import Handle, Kept, announce, mark, observe, observe_scope
 
 NAMESPACE = "gnmr_fx"
 
@@ -75,6 +76,7 @@ def _save_high(
     if scope:
         _without_partition_pass(guard, AllSaved.parse(scope))
     observe(guard, Kept(tuple(x.shape), x.dtype))
+    announce(guard)
     parsed = _parse(fmt)
     return kernels.encode(x, parsed, seed) if guard.item() else empty_encoded(x, parsed, 0)
 
@@ -229,11 +231,12 @@ class _Guarded(torch.autograd.Function):
         low: str,
         high: str,
         stored: tuple[int, ...] | None,
+        layout: Layout | None,
     ) -> Tensor:
         saved = (w, low_payload, low_scales, high_payload, high_scales)
         ctx.save_for_backward(*saved) if offs is None else ctx.save_for_backward(*saved, offs)
         ctx.kind, ctx.extra, ctx.low, ctx.high = kind, extra, low, high
-        ctx.x_shape, ctx.x_dtype = x.shape, x.dtype
+        ctx.x_shape, ctx.x_dtype, ctx.layout = x.shape, x.dtype, layout
         ctx.stored = stored
         ctx.b_shape = None if b is None else b.shape
         return KINDS[kind].forward(x, w, b, offs, extra)
@@ -253,6 +256,7 @@ class _Guarded(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             grad_x = projection.grad_input(g, w, offs, ctx.extra, ctx.x_shape)
         if ctx.needs_input_grad[1]:
+            shape = ctx.x_shape if ctx.layout is None else ctx.layout.local_shape
             x = torch.ops.gnmr_fx.restore(
                 low_payload,
                 low_scales,
@@ -260,14 +264,15 @@ class _Guarded(torch.autograd.Function):
                 high_scales,
                 ctx.low,
                 ctx.high,
-                stored_shape(ctx.x_shape) if ctx.stored is None else ctx.stored,
+                stored_shape(shape) if ctx.stored is None else ctx.stored,
                 ctx.x_dtype,
-                g if torch.compiler.is_compiling() else None,
-            ).view(ctx.x_shape)
+                (g if ctx.layout is None else local_value(g)) if torch.compiler.is_compiling() else None,
+            ).view(shape)
+            x = x if ctx.layout is None else ctx.layout.whole(x)
             grad_w = projection.grad_weight(g, x, offs, ctx.extra, w.shape)
         if ctx.b_shape is not None and ctx.needs_input_grad[2]:
             grad_b = g.sum_to_size(ctx.b_shape)
-        return grad_x, grad_w, grad_b, *(None,) * 10
+        return grad_x, grad_w, grad_b, *(None,) * 11
 
 
 def stock_projection(kind: str, extra: str, x: Tensor, w: Tensor, b: Tensor | None, offs: Tensor | None) -> Tensor:
@@ -339,7 +344,8 @@ def _guarded_projection(
     handle: Handle,
     eager: bool,
 ) -> Tensor:
-    source, active, stored = x, False, None
+    layout = layout_of(x)
+    source, active, stored = local_value(x), False, None
     cast = KINDS[kind].autocast and torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64
     dtype = torch.get_autocast_dtype(x.device.type) if cast else x.dtype
     if eager:
@@ -349,22 +355,24 @@ def _guarded_projection(
                 "by gnmr-fx, whose packed activation it cannot see through; call model.eval() or "
                 "gnmr_fx.uninstrument(model) for this computation"
             )
+        announce(handle.guard)
         active = bool(handle.guard)
         if handle.saver is not None:
             handle.observation.enter("all" if handle.saver.active else "projections")
         if (handle.high if active else handle.low) == "none":  # before the cast, which autocast makes once per weight
-            handle.observation.add(Kept(tuple(stored_shape(x.shape)), dtype))
+            handle.observation.add(Kept(tuple(stored_shape(source.shape)), dtype))
             return stock_projection(kind, extra, x, w, b, offs)
     if cast:
         x, w, b = x.to(dtype), w.to(dtype), None if b is None else b.to(dtype)
-    saved = x.detach().reshape(stored_shape(x.shape))
+    saved = x.detach() if layout is None else local_value(x.detach())
+    saved = saved.reshape(stored_shape(saved.shape))
     if eager:
         low, high, stored = _encode_eager(source, saved, handle, active)
     else:
         low = torch.ops.gnmr_fx.save_low(saved, handle.seed, handle.low)
-        scoped = (w.detach(), str(handle.scope), handle.low) if handle.scope is not None else ()
+        scoped = (local_value(w.detach()), str(handle.scope), handle.low) if handle.scope is not None else ()
         high = torch.ops.gnmr_fx.save_high(saved, handle.guard, handle.seed, handle.high, *scoped)
-    return _Guarded.apply(x, w, b, offs, *low, *high, kind, extra, handle.low, handle.high, stored)
+    return _Guarded.apply(x, w, b, offs, *low, *high, kind, extra, handle.low, handle.high, stored, layout)
 
 
 def _encode_eager(

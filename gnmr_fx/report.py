@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import functools
 import math
 import os
@@ -201,6 +202,12 @@ class Report:
             f"{stats['risky']} of {stats['unit_steps']} unit-steps ({share(stats['risky'], stats['unit_steps'])}), "
             f"{stats['non_finite']} with a norm that is not finite",
         )
+        first = collections.Counter(below(e.unit, parent) for e in self.events if e.first_non_finite)
+        if first:
+            yield (
+                "first to go not finite",
+                listed([f"{unit} ({counted(n, 'step')})" for unit, n in first.most_common()]),
+            )
         yield "refused by the budget", counted(stats["refused"], "unit-step")
         yield "time in the controller", f"{1e3 * stats['seconds'] / self.steps:.3f} ms per step"
         yield "on the path now", listed([below(unit, parent) for unit in self._active()])

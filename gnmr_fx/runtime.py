@@ -2,13 +2,16 @@
 
 The decisions themselves are pure functions in :mod:`gnmr_fx.controller`. This is the glue, in the order of one step:
 
-1. A hook on each unit's weight notes that its gradient was accumulated, and asks autograd for a callback at the end of
-   that backward.
-2. At the end of each backward, behind what others (DDP) do there, one fused call takes the norms of the accumulated
-   gradients. They stay on the device. The last backward before the optimizer step counts: that is the gradient summed
-   over micro-batches, and not yet clipped.
-3. After the optimizer step the norms are moved to the host, divided by the loss scale where a GradScaler drives the
-   step, and decided on; the guards change there, and nowhere else.
+1. A guarded projection that runs in a forward sees to it that its weight carries a hook (sharding, unfreezing and the
+   like may have put another parameter in place), and that a forward inside DDP is known as one.
+2. The hook on each unit's weight notes that its gradient was accumulated, and asks autograd for a callback at the end
+   of that backward.
+3. At the end of each backward, behind what others (DDP, FSDP2) do there, one fused call takes the norms of the
+   accumulated gradients. They stay on the device. The last backward before the optimizer step counts: that is the
+   gradient summed over micro-batches, and not yet clipped. Where an optimizer steps inside the backward, its units'
+   norms are taken just before it does.
+4. After the optimizer step the norms are moved to the host, summed over the ranks that train the same units, divided
+   by the loss scale where a GradScaler drives the step, and decided on; the guards change there, and nowhere else.
 
 An optimizer step that a GradScaler skips leaves norms that are not finite: they are reported as such with the next
 step, as a risk and not as an entry of a history.
@@ -18,29 +21,35 @@ from __future__ import annotations
 
 import collections
 import math
+import statistics
 import time
 import warnings
 import weakref
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from gnmr_fx import distributed
 from gnmr_fx.config import GnmrConfig
 from gnmr_fx.controller import MISSING, Decision, init, state_from_dict, state_to_dict, update
-from gnmr_fx.errors import GnmrWarning, StateMismatchError, UnknownUnitError
-from gnmr_fx.gradients import GradientHook, Listener, OptimizerHook, active_grad_scale, gradient_norms, remove_hook
+from gnmr_fx.errors import GnmrWarning, RankMismatchError, StateMismatchError, UnknownUnitError
+from gnmr_fx.gradients import Listener, OptimizerHook, WeightHooks, active_grad_scale, gradient_norms, in_backward
 from gnmr_fx.ops import remove_partitioner
 from gnmr_fx.recipe import Recipe
 from gnmr_fx.saved import Saver
 from gnmr_fx.scope import AllSaved
 from gnmr_fx.units import Handle, Memo, Unit, observers, register_observer, unregister_observer
 
-STATE_VERSION = 1
+STATE_VERSION = 2
 _FOREIGN_STEPS_BEFORE_WARNING = 3
+FORWARDS_BEFORE_WARNING = 1000
+"""Forwards in training mode without a step of the controller after which it warns. Accumulating gradients over as many
+micro-batches is the one way to get there with everything in order."""
 
 
 class Event(NamedTuple):
@@ -49,7 +58,9 @@ class Event(NamedTuple):
     ``outcome`` is ``"chosen"`` (on the recovery path from this step on), ``"refused"`` (risky or locked, but the budget
     went to others) or ``"released"`` (off the recovery path, and no longer a candidate). ``norm`` is the gradient norm
     (-1 where there was none), ratios are dimensionless, ``lock`` is in steps. ``changed`` says that the guard went the
-    other way; ``forced``, that it was pinned by hand.
+    other way; ``forced``, that it was pinned by hand; ``first_non_finite``, that of the units whose norm is not finite
+    in this step this one went so first: in the earliest backward, and there in the order of the backward, which is the
+    reverse of that in which the forward ran them. (In a distributed run, as this rank saw it.)
     """
 
     step: int
@@ -63,6 +74,7 @@ class Event(NamedTuple):
     lock: int
     changed: bool
     forced: bool
+    first_non_finite: bool = False
 
 
 class Site(NamedTuple):
@@ -71,6 +83,47 @@ class Site(NamedTuple):
     module: nn.Module
     attribute: str
     unit: int
+
+
+class Measured(NamedTuple):
+    """Norms of gradients on one device: units [n], L2 norms [n], and in how many parts each gradient lies on ranks."""
+
+    indices: list[int]
+    norms: Tensor
+    shards: list[int]
+
+
+@dataclass(eq=False)
+class Round:
+    """What was heard since the last step of the controller.
+
+    Attributes:
+        calls: forwards in which each unit ran guarded (calls, where a unit runs several times in one).
+        arrived: unit -> the weight at which its gradient arrived last.
+        pending: norms as of the last backward.
+        early: norms of units whose optimizer steps inside the backward, as it found them.
+        went_bad: on each device, the backward (from 1) in which each unit's norm was first not finite, 0 = none; the
+            last backward is not entered yet.
+        backwards: number of backwards that have ended.
+        open_in: autograd's id of the backward whose end is waited for.
+        stepped_inside: an optimizer of units has made a step inside a backward.
+        due: the controller's step waits for the next forward or, where that keeps nothing (reentrant checkpointing),
+            for the first recomputation in the next backward.
+        recomputed_in: autograd's id of the backward that recomputed a unit last.
+        group: the process group of the DDP that a forward ran in.
+    """
+
+    calls: list[int]
+    arrived: dict[int, Tensor] = field(default_factory=dict)
+    pending: list[Measured] = field(default_factory=list)
+    early: dict[int, Measured] = field(default_factory=dict)
+    went_bad: dict[torch.device, Tensor] = field(default_factory=dict)
+    backwards: int = 0
+    open_in: int | None = None
+    stepped_inside: bool = False
+    due: bool = False
+    recomputed_in: int = -1
+    group: distributed.ProcessGroup | None = None
 
 
 class Controller:
@@ -107,6 +160,7 @@ class Controller:
         self.events: collections.deque[Event] = collections.deque(maxlen=config.max_events)
         self.decision: Decision | None = None
         self._state = init(len(self.units), config, max_active)
+        self._chosen = torch.zeros_like(self.flags)  # the guards as decided, whether they are pinned by hand or not
         self._forced: Tensor | None = None
         self._counts: dict[str, int] = dict.fromkeys(
             ("events", "risky", "recovered", "refused", "switches", "most_active", "full", "non_finite"), 0
@@ -114,8 +168,9 @@ class Controller:
         self._times_recovered = torch.zeros(len(self.units), dtype=torch.int64)
         self._steps_recovered = torch.zeros(len(self.units), dtype=torch.int64)
         self._seconds = 0.0
-        self._optimizer_hook: Any
-        self._hooks: list[Any]
+        self._optimizer_hooks: list[Any]
+        self._order = [0] * len(self.units)
+        self._clock = 0
         self._reset_step()
         self._detached()
 
@@ -167,21 +222,36 @@ class Controller:
         """End a step by hand, in a loop without a ``torch.optim`` optimizer. Call it after the weights were updated.
 
         With a torch optimizer this happens by itself, once per optimizer step. Norms are those at the end of the last
-        backward; units whose gradient has not arrived since the last step count as missing.
+        backward; units whose gradient has not arrived since the last step count as missing. In a distributed run every
+        rank has to call it.
 
         Args:
             grad_scale: what the loss was multiplied with before the backward.
+
+        Raises:
+            RankMismatchError: where ranks that train the same units disagree on what they run.
         """
+        decision = self._tick(grad_scale, by_hand=True)
+        assert decision is not None
+        return decision
+
+    def _tick(self, grad_scale: float, by_hand: bool = False) -> Decision | None:
+        """One step; None where, of several ranks, none has heard of a gradient."""
         start = time.perf_counter()
-        norms = self._host_norms(grad_scale)
+        self._attach_hooks()
+        groups = self._company()
+        norms = self._norms(grad_scale, groups)
+        if groups and not by_hand and bool((norms == MISSING).all()):
+            return None
+        first = self._first_non_finite(norms)
         self._state, decision = update(self._state, norms, self.config)
         self._count(decision, norms)
-        self._apply(decision.active if self._forced is None else self._forced, decision, norms)
+        self._chosen = decision.active
+        self._apply(self._chosen if self._forced is None else self._forced, decision, norms, first)
         self.decision = decision
         self.seed.add_(1)
         self.memo.clear()
         self._reset_step()
-        self._attach_hooks()
         self._seconds += time.perf_counter() - start
         return decision
 
@@ -196,7 +266,7 @@ class Controller:
         """
         if which is None:
             self._forced = None
-            self._apply(torch.zeros_like(self.flags) if self.decision is None else self.decision.active, self.decision)
+            self._apply(self._chosen, self.decision)
             return
         if isinstance(which, str) and which in ("high", "low"):
             flags = torch.full_like(self.flags, which == "high")
@@ -215,18 +285,23 @@ class Controller:
         self._apply(flags, self.decision)
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything a resumed run needs to decide as this one would: tensors, numbers and strings only."""
+        """Everything a resumed run needs to decide as this one would: tensors, numbers and strings only.
+
+        Take it after the optimizer step: norms of a gradient that is still being accumulated are not part of it. The
+        same on all ranks of a distributed run, the seed of stochastic rounding apart if ``torch.initial_seed`` is.
+        """
         return {
             "version": STATE_VERSION,
             "units": [unit.name for unit in self.units],
             "rules": state_to_dict(self._state),
-            "flags": self.flags.clone(),
+            "flags": self._chosen.clone(),
             "seed": int(self.seed),
             "counts": dict(self._counts),
             "seconds": self._seconds,
             "times_recovered": self._times_recovered.clone(),
             "steps_recovered": self._steps_recovered.clone(),
-            "seen": [unit.observation.seen for unit in self.units],
+            "seen": torch.tensor([unit.observation.seen for unit in self.units], dtype=torch.bool),
+            "went_non_finite": self._went_non_finite(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -241,6 +316,12 @@ class Controller:
                 f"expected a controller state of version {STATE_VERSION}, found {version!r}; "
                 "pass what controller(model).state_dict() returned under this version of gnmr-fx"
             )
+        absent = [name for name in self.state_dict() if name not in state]
+        if absent:
+            raise StateMismatchError(
+                f"expected a controller state with {', '.join(absent)}, found only {', '.join(map(str, state))}; "
+                "pass what controller(model).state_dict() returned, whole"
+            )
         names = [unit.name for unit in self.units]
         if list(state["units"]) != names:
             missing = [n for n in names if n not in state["units"]]
@@ -250,6 +331,16 @@ class Controller:
                 f"(not in the state: {missing[:3] or 'none'}; not in the model: {extra[:3] or 'none'}); instrument the "
                 "model with the same include and exclude as the run that was saved"
             )
+        flags, times, steps, seen, bad = (
+            _vector(name, state[name], dtype, len(names))
+            for name, dtype in (
+                ("flags", torch.bool),
+                ("times_recovered", torch.int64),
+                ("steps_recovered", torch.int64),
+                ("seen", torch.bool),
+                ("went_non_finite", torch.bool),
+            )
+        )
         loaded = state_from_dict(state["rules"], self.config, self.max_active, len(names))
         self._state = loaded
         self.seed.fill_(state["seed"])
@@ -257,12 +348,15 @@ class Controller:
         self._seconds = float(state["seconds"])
         kept = [event for event in self.events if event.step <= loaded.step]  # no records of a future given up
         self.events = collections.deque(kept, maxlen=self.config.max_events)
-        self._times_recovered = state["times_recovered"].clone()
-        self._steps_recovered = state["steps_recovered"].clone()
-        for unit, seen in zip(self.units, state["seen"], strict=True):
-            unit.observation.was_seen |= bool(seen)
+        self._times_recovered, self._steps_recovered = times, steps
+        for unit, was_seen in zip(self.units, seen.tolist(), strict=True):
+            unit.observation.was_seen |= was_seen
         self._reset_step()
-        self.flags.copy_(state["flags"] if self._forced is None else self._forced)
+        if bad.any():  # norms of a step that a GradScaler skipped
+            self._round.went_bad, self._round.backwards = {bad.device: bad.int()}, 1
+        self.decision = None
+        self._chosen = flags
+        self.flags.copy_(flags if self._forced is None else self._forced)
 
     # Guards ----------------------------------------------------------------------------------------------------------
 
@@ -283,8 +377,12 @@ class Controller:
             self.saver.first = self.handle(0)
         register_observer(self.flags, self)
         reference: weakref.ref[Listener] = weakref.ref(self)
-        self._optimizer_hook = register_optimizer_step_post_hook(OptimizerHook(reference))
-        weakref.finalize(self, self._optimizer_hook.remove)
+        self._optimizer_hooks = [
+            register_optimizer_step_pre_hook(OptimizerHook(reference, before=True)),
+            register_optimizer_step_post_hook(OptimizerHook(reference, before=False)),
+        ]
+        for hook in self._optimizer_hooks:
+            weakref.finalize(self, hook.remove)
         self._attach_hooks()
 
     def disconnect(self) -> None:
@@ -294,91 +392,280 @@ class Controller:
         unregister_observer(self.flags)
         if self.scope is not None and not any(other.scope is not None for other in observers()):
             remove_partitioner()
-        if self._optimizer_hook is not None:
-            self._optimizer_hook.remove()
-        for weight, hook in self._hooks:
-            remove_hook(weight, hook)
+        for hook in self._optimizer_hooks:
+            hook.remove()
+        self._hooks.remove()
         self._detached()
 
     def _detached(self) -> None:
-        self._optimizer_hook = None
-        self._hooks = [(None, None)] * len(self.units)
+        self._optimizer_hooks = []
+        self._hooks = WeightHooks(len(self.units))
+        self._stepped: set[int] = set()  # ids of the optimizers that stepped with the controller's last step or since
+        self._last_group: distributed.ProcessGroup | None = None
+        self._groups: tuple[Any, tuple[distributed.ProcessGroup, ...]] = (None, ())
+        self._agreed: tuple[distributed.ProcessGroup, ...] = ()
         self._foreign_steps = 0
         self._heard_since_foreign_step = False
         self._warned_foreign = False
+        self._warned_idle = False
+
+    # Forwards --------------------------------------------------------------------------------------------------------
+
+    def projection_ran(self, index: int) -> None:
+        """Called whenever unit ``index`` runs guarded: by a forward, or by a recomputation inside a backward."""
+        task = torch._C._current_graph_task_id()
+        if self._round.due and task != self._round.recomputed_in:
+            self._tick(1.0)
+        if in_backward():
+            self._round.recomputed_in = task
+            return
+        weight = self.units[index].parameter
+        if weight is not None and not self._hooks.covers(index, weight):
+            self._attach_hook(index, weight)
+        self._clock += 1
+        self._order[index] = self._clock
+        now = self._round
+        if now.group is None:
+            now.group = distributed.data_parallel_group()
+        now.calls[index] += 1
+        if now.calls[index] % FORWARDS_BEFORE_WARNING == 0 and not self._warned_idle:
+            self._warn_idle()
+
+    def _warn_idle(self) -> None:
+        # Some units may run several times in a forward, others in few of them: as many as the unit in the middle.
+        forwards = statistics.median_high(calls for calls in self._round.calls if calls)
+        if forwards < FORWARDS_BEFORE_WARNING:
+            return
+        self._warned_idle = True
+        if not self._round.backwards:
+            why = (
+                "no gradient arrived at the units' weights: backward() has to reach them (torch.autograd.grad leaves "
+                "none there); run forwards that are not for training under torch.no_grad() or in eval()"
+            )
+        elif self._foreign_steps:
+            why = "no optimizer that made a step holds their weights; build it from model.parameters()"
+        else:
+            why = (
+                "gradients arrived, but no torch.optim optimizer that holds the units' weights made a step; without "
+                "one, call gnmr_fx.controller(model).step() after each update (nothing is wrong if you accumulate "
+                "gradients over this many micro-batches)"
+            )
+        warnings.warn(
+            f"expected a step of the controller at least every {FORWARDS_BEFORE_WARNING} forwards in training mode, "
+            f"found none in the last {forwards}, so no guard changes: {why}",
+            GnmrWarning,
+            stacklevel=2,
+        )
 
     # Gradients -------------------------------------------------------------------------------------------------------
 
     def _attach_hooks(self) -> None:
         """Hook the weights as the modules hold them now: moving, wrapping and sharding may have replaced them."""
         for unit in self.units:
-            if "_parameters" not in unit.module.__dict__:
-                continue  # a copy of a model under way, whose own parameters are not there yet
-            weight, (hooked, hook) = unit.weight, self._hooks[unit.index]
-            if weight is hooked or not (weight.requires_grad and weight.is_leaf):
-                continue
-            if hooked is not None:
-                remove_hook(hooked, hook)
-            new = weight.register_post_accumulate_grad_hook(GradientHook(weakref.ref(self), unit.index))
-            self._hooks[unit.index] = (weight, new)
+            weight = unit.parameter
+            if weight is not None and not self._hooks.covers(unit.index, weight):
+                self._attach_hook(unit.index, weight)
+
+    def _attach_hook(self, index: int, weight: Tensor) -> None:
+        if weight.requires_grad and weight.is_leaf:
+            self._hooks.attach(index, weight, weakref.ref(self))
 
     def _reset_step(self) -> None:
-        self._fresh = bytearray(len(self.units))
-        self._pending: list[tuple[list[int], Tensor]] = []
-        self._overflowed: dict[torch.device, Tensor] = {}
-        self._backward_open = False
+        self._round = Round([0] * len(self.units))
 
-    def gradient_arrived(self, index: int) -> None:
+    def gradient_arrived(self, index: int, weight: Tensor) -> None:
         """Called by the hook on the weight of unit ``index``, during a backward."""
-        self._fresh[index] = 1
-        if not self._backward_open:
-            self._backward_open = True
+        now = self._round
+        now.arrived[index] = weight
+        task = torch._C._current_graph_task_id()
+        if now.open_in != task:  # else its end is waited for already; an earlier one that failed has no end
+            now.open_in = task
             # DDP queues its own callback after this one and only there finishes the gradients: queue behind it.
             queue = Variable._execution_engine.queue_callback
             queue(lambda: queue(self._backward_ended))
 
     def _backward_ended(self) -> None:
         start = time.perf_counter()
-        self._backward_open = False
+        now = self._round
+        now.open_in = None
         self._heard_since_foreign_step = True
-        for indices, norms in self._pending:
-            overflowed = self._overflowed.setdefault(
-                norms.device, torch.zeros(len(self.units), dtype=torch.bool, device=norms.device)
-            )
-            overflowed[indices] |= ~norms.isfinite()
-        by_kind: dict[tuple[torch.device, torch.dtype], list[int]] = collections.defaultdict(list)
-        for index, (fresh, (weight, _)) in enumerate(zip(self._fresh, self._hooks, strict=True)):
-            if fresh and weight.grad is not None:
-                by_kind[weight.grad.device, weight.grad.dtype].append(index)
-        self._pending = [
-            (indices, gradient_norms([self._hooks[index][0].grad for index in indices])) for indices in by_kind.values()
-        ]
+        self._enter_non_finite()
+        now.backwards += 1
+        found = [(index, self._gradient(index)) for index in sorted(now.arrived) if index not in now.early]
+        now.pending = [*_measured((i, g) for i, g in found if g is not None), *now.early.values()]
         for unit in self.units:
             unit.observation.close()
         self._seconds += time.perf_counter() - start
+        if now.stepped_inside:
+            # Inside another backward (reentrant checkpointing) guards must not change yet.
+            if torch._C._current_autograd_node() is None:
+                self._tick(1.0)
+            else:
+                now.due = True
 
-    def _host_norms(self, grad_scale: float) -> Tensor:
-        """Norms [units], float64 on the host; ``MISSING`` where there is no gradient."""
-        found = [MISSING] * len(self.units)
-        for indices, values in self._pending:
-            for index, norm in zip(indices, values.tolist(), strict=True):
-                found[index] = norm / grad_scale
-        for overflowed in self._overflowed.values():
-            for index in overflowed.nonzero().flatten().tolist():
-                found[index] = math.inf
-        seen = [norm if unit.observation.seen else MISSING for unit, norm in zip(self.units, found, strict=True)]
-        return torch.tensor(seen, dtype=torch.float64)
+    def _gradient(self, index: int) -> Tensor | None:
+        """The accumulated gradient of a unit, as the optimizer will see it.
+
+        Of FSDP2's two parameters for one weight the gradient ends at the shard, which may not have had a hook yet.
+        """
+        arrived, held = self._round.arrived[index], self.units[index].parameter
+        if arrived.grad is not None or held is None:
+            return arrived.grad
+        if held.grad is not None and not self._hooks.covers(index, held):
+            self._attach_hook(index, held)
+        return held.grad
+
+    def _enter_non_finite(self) -> None:
+        """Note which of the pending norms, about to be replaced, are not finite. Nothing is read from the device."""
+        now = self._round
+        for indices, norms, _ in now.pending:
+            bad = now.went_bad.setdefault(
+                norms.device, torch.zeros(len(self.units), dtype=torch.int32, device=norms.device)
+            )
+            bad[indices] = torch.where((bad[indices] == 0) & ~norms.isfinite(), now.backwards, bad[indices])
+
+    def _norms(self, grad_scale: float, groups: tuple[distributed.ProcessGroup, ...]) -> Tensor:
+        """Norms [units], float64 on the host; ``MISSING`` where there is no gradient. The same on all ranks."""
+        now, count = self._round, len(self.units)
+        device = torch.device("cpu")
+        if groups:
+            weights = (measured.norms for measured in now.pending) if now.pending else self._hooks.weights()
+            device = distributed.device_for(groups, next(iter(weights)).device)
+            self._agree(groups, device)
+        # Rows: norms (squared, to be summed over ranks), how many ranks have one, how many have seen the unit run.
+        # The last column tells whether all ranks are in the same state.
+        table = torch.zeros(3, count + 1, dtype=torch.float64, device=device)
+        for indices, norms, shards in now.pending:
+            values = norms.to(device, torch.float64)
+            if groups:
+                values = values.square() * torch.tensor(shards, device=device)
+            at = torch.tensor(indices, device=device)
+            table[0, at] = values
+            table[1, at] = 1.0
+        for bad in now.went_bad.values():
+            ever = (bad > 0).to(device)
+            table[0, :count].masked_fill_(ever, math.inf)
+            table[1, :count].masked_fill_(ever, 1.0)
+        table[0].nan_to_num_(nan=math.inf, posinf=math.inf)
+        table[2, :count] = torch.tensor([unit.observation.seen for unit in self.units], device=device)
+        if groups:
+            digest = self._digest()
+            table[0, count], table[1, count] = digest, 1.0
+            table = distributed.sum_over(groups, table).cpu()
+            if table[0, count] != digest * table[1, count]:
+                raise RankMismatchError(
+                    f"expected the same state of the controller on all ranks, found others than this rank's, which "
+                    f"is at step {self.step_count}; load the same controller state on every rank, and let every rank "
+                    "make the same optimizer steps"
+                )
+            norms = (table[0] / table[1].clamp(min=1.0)).sqrt()[:count]
+        else:
+            norms = table[0, :count].clone()
+        absent = (table[1, :count] == 0) | (table[2, :count] == 0)
+        return (norms / grad_scale).masked_fill_(absent, MISSING)
+
+    def _went_non_finite(self) -> Tensor:
+        """Bool [units] on the host: those with a norm that was not finite since the last step."""
+        return self._first_bad() > 0
+
+    def _first_bad(self) -> Tensor:
+        """Int [units] on the host: the backward, from 1, in which each unit first was not finite; 0 = none."""
+        now = self._round
+        found = torch.zeros(len(self.units), dtype=torch.int32)
+        for bad in now.went_bad.values():
+            found = torch.maximum(found, bad.cpu())
+        for indices, norms, _ in now.pending:
+            for index, finite in zip(indices, norms.isfinite().tolist(), strict=True):
+                if not finite and not found[index]:
+                    found[index] = now.backwards
+        return found
+
+    def _first_non_finite(self, norms: Tensor) -> int | None:
+        """The unit that went non-finite first in this step; None where all norms are finite."""
+        broken = (norms == math.inf).nonzero().flatten().tolist()
+        if not broken:
+            return None
+        first = self._first_bad().tolist()
+        last = self._round.backwards + 1  # where another rank saw it, and this one did not
+        return min(broken, key=lambda index: (first[index] or last, -self._order[index]))
+
+    # Other ranks -----------------------------------------------------------------------------------------------------
+
+    def _company(self) -> tuple[distributed.ProcessGroup, ...]:
+        """Groups of the ranks that train the same units; empty in a run of one process."""
+        now = self._round
+        data_parallel = now.group if now.group is not None or any(now.calls) else self._last_group
+        self._last_group = data_parallel
+        key = (self._hooks.version, data_parallel)
+        if self._groups[0] != key:
+            self._groups = (key, distributed.groups_of(self._hooks.weights(), data_parallel))
+        return self._groups[1]
+
+    def _agree(self, groups: tuple[distributed.ProcessGroup, ...], device: torch.device) -> None:
+        """Compare, once, what the ranks run: later steps rely on tables of the same size."""
+        if groups != self._agreed:
+            distributed.check_agreement(self._fingerprint(), groups, device)
+            self._agreed = groups
+
+    def _fingerprint(self) -> distributed.Fingerprint:
+        config = {name: _comparable(getattr(self.config, name)) for name in self.config.__dataclass_fields__}
+        return distributed.Fingerprint(
+            {
+                "units": str([(unit.name, unit.spec.operator, unit.spec.shape) for unit in self.units]),
+                "recipe": repr(self.recipe),
+                "max_active": str(self.max_active),
+                "config": str(config),
+                "state": f"step {self.step_count}, digest {self._digest()}",
+            }
+        )
+
+    def _digest(self) -> int:
+        """A number that differs where the state that decisions depend on does."""
+        saved = state_to_dict(self._state)
+        parts = [
+            value.numpy().tobytes() if isinstance(value, Tensor) else str(value).encode() for value in saved.values()
+        ]
+        return distributed.digest(b"".join(parts))
+
+    # Optimizers ------------------------------------------------------------------------------------------------------
+
+    def optimizer_steps(self, optimizer: torch.optim.Optimizer) -> None:
+        """Called before every step of any ``torch.optim`` optimizer in the process."""
+        if not in_backward():
+            return
+        for parameter in _parameters(optimizer):
+            for index in self._hooks.units_of(parameter):
+                if parameter.grad is not None:
+                    (self._round.early[index],) = _measured([(index, parameter.grad)])
 
     def optimizer_stepped(self, optimizer: torch.optim.Optimizer) -> None:
         """Called after every step of any ``torch.optim`` optimizer in the process."""
-        if not self._pending:
+        if in_backward():
+            self._round.stepped_inside = self._round.stepped_inside or self._owns(optimizer)
+            return
+        if not self._round.pending:
             self._attach_hooks()  # weights may have been unfrozen or replaced: be there for their next backward
+            if not self._owns(optimizer):
+                if self._round.arrived:  # and went elsewhere: FSDP2's shards were never to be seen
+                    self._foreign_step(optimizer)
+                return
+            # Without company: another optimizer of the step that was ticked already, or no gradient. Other ranks may
+            # have a gradient where this one has none, and wait for it if this optimizer begins the next step.
+            begins = id(optimizer) in self._stepped and bool(self._company())
+            self._stepped.add(id(optimizer))
+            if not begins:
+                return
+        elif not self._owns(optimizer):
+            self._foreign_step(optimizer)
             return
-        weights = {id(unit.weight) for unit in self.units}
-        if any(id(p) in weights for group in optimizer.param_groups for p in group["params"]):
-            self.step(grad_scale=active_grad_scale())
-            self._foreign_steps = 0
-            return
+        self._stepped = {id(optimizer)}
+        self._foreign_steps = 0
+        self._tick(active_grad_scale())
+
+    def _owns(self, optimizer: torch.optim.Optimizer) -> bool:
+        return any(self._hooks.units_of(parameter) for parameter in _parameters(optimizer))
+
+    def _foreign_step(self, optimizer: torch.optim.Optimizer) -> None:
         # Only steps between which gradients arrived: another model's optimizer is none of this one's business.
         self._foreign_steps += self._heard_since_foreign_step
         self._heard_since_foreign_step = False
@@ -387,8 +674,9 @@ class Controller:
             warnings.warn(
                 f"expected an optimizer that holds the weights of the {len(self.units)} recoverable units, found "
                 f"{self._foreign_steps} steps of {type(optimizer).__name__} with none of them while gradients arrived; "
-                "the controller does not tick: build the optimizer from model.parameters(), or call "
-                "gnmr_fx.controller(model).step() after each update",
+                "the controller does not tick: build the optimizer from model.parameters(); if FSDP2 never reshards "
+                "after the backward, call gnmr_fx.instrument after fully_shard; without an optimizer of torch.optim, "
+                "call gnmr_fx.controller(model).step() after each update",
                 GnmrWarning,
                 stacklevel=2,
             )
@@ -408,7 +696,9 @@ class Controller:
         counts["most_active"] = max(counts["most_active"], recovered)
         counts["full"] += recovered == min(self.max_active, len(self.units))
 
-    def _apply(self, target: Tensor, decision: Decision | None, norms: Tensor | None = None) -> None:
+    def _apply(
+        self, target: Tensor, decision: Decision | None, norms: Tensor | None = None, first: int | None = None
+    ) -> None:
         """Set the guards to ``target`` and record what is worth it: changes, and with ``norms`` this step's risks."""
         changed = target != self.flags
         told = changed if norms is None or decision is None else changed | decision.risky
@@ -418,7 +708,8 @@ class Controller:
         self._counts["switches"] += int(changed.sum())
         for index in told.nonzero().flatten().tolist():
             self._counts["events"] += 1
-            self.events.append(self._event(index, bool(target[index]), bool(changed[index]), decision, norms))
+            event = self._event(index, bool(target[index]), bool(changed[index]), decision, norms)
+            self.events.append(event._replace(first_non_finite=index == first))
         self.flags.copy_(target)
 
     def _event(self, index: int, on: bool, changed: bool, decision: Decision | None, norms: Tensor | None) -> Event:
@@ -441,7 +732,7 @@ class Controller:
 
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()
-        for name in ("_optimizer_hook", "_hooks", "_pending", "_overflowed", "_fresh"):
+        for name in ("_optimizer_hooks", "_hooks", "_round", "_last_group", "_groups", "_agreed"):
             del state[name]
         return state
 
@@ -456,3 +747,35 @@ class Controller:
 
     def reinstall(self) -> None:
         """Put the generated forwards of a copy in place; set up by :mod:`gnmr_fx.instrument`."""
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> Iterable[Tensor]:
+    return (parameter for group in optimizer.param_groups for parameter in group["params"])
+
+
+def _measured(gradients: Iterable[tuple[int, Tensor]]) -> list[Measured]:
+    """Norms of what this rank holds of the gradients of units, in one fused call for each device and dtype."""
+    by_kind: dict[tuple[torch.device, torch.dtype], list[tuple[int, Tensor, int]]] = collections.defaultdict(list)
+    for index, gradient in gradients:
+        part, shards = distributed.local_part(gradient.detach())
+        by_kind[part.device, part.dtype].append((index, part, shards))
+    return [
+        Measured([i for i, _, _ in kind], gradient_norms([part for _, part, _ in kind]), [n for _, _, n in kind])
+        for kind in by_kind.values()
+    ]
+
+
+def _comparable(value: Any) -> str:
+    """A text for a value of a configuration; of a schedule its name, as its address differs between processes."""
+    return f"{value.__module__}.{value.__qualname__}" if hasattr(value, "__qualname__") else repr(value)
+
+
+def _vector(name: str, value: Any, dtype: torch.dtype, length: int) -> Tensor:
+    """A copy, on the host, of an entry of a saved state."""
+    if not isinstance(value, Tensor) or value.shape != (length,) or value.dtype != dtype:
+        found = f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
+        raise StateMismatchError(
+            f"{name} of the saved state: expected a {dtype} tensor of shape {(length,)}, found {found}; "
+            "pass what controller(model).state_dict() returned, unchanged"
+        )
+    return value.detach().to("cpu", copy=True)

@@ -95,7 +95,7 @@ class Observation:
     ``calls`` maps each :class:`Kept` activation to how often it was encoded in the pass under way;
     ``last`` is the same for the last whole pass; ``was_seen`` says that there was any, in this run or one resumed;
     ``recomputed``, that activation checkpointing makes some of them again inside the backward; ``scope``, what
-    was stored where the unit last ran (``"all"`` or ``"projections"``; ``""`` for a model that was instrumented for projections only).
+    was stored where the unit last ran (``"all"`` or ``"projections"``; ``""`` for a model instrumented for the latter).
     """
 
     calls: dict[Kept, int] = field(default_factory=dict)
@@ -226,6 +226,13 @@ class Unit:
         return weight if weight is not None else getattr(self.module, self.spec.parameter)
 
     @property
+    def parameter(self) -> nn.Parameter | None:
+        """The weight where the module holds it as a parameter; None where it is computed (parametrized, pruned), and
+        while a copy of the module is being made."""
+        parameter: nn.Parameter | None = self.module.__dict__.get("_parameters", {}).get(self.spec.parameter)
+        return parameter
+
+    @property
     def trainable(self) -> bool:
         """Whether the weight needs a gradient now."""
         return self.weight.requires_grad
@@ -273,8 +280,15 @@ def observe(guard: Tensor, kept: Kept) -> None:
         controller.units[index].observation.add(kept)
 
 
+def announce(guard: Tensor) -> None:
+    """Tell the controller of ``guard`` that its operator runs."""
+    controller, index = _observer_of(guard)
+    if controller is not None:
+        controller.projection_ran(index)
+
+
 def observe_scope(guards: Sequence[Tensor], scope: str, left: str = "") -> None:
-    """Record what is stored in the graph that runs now.
+    """Record what is stored in the graph that runs now, and tell the controller that its units run.
 
     Args:
         guards: of the graph's units.
@@ -287,4 +301,5 @@ def observe_scope(guards: Sequence[Tensor], scope: str, left: str = "") -> None:
     indices = tuple(int(guard.storage_offset()) for guard in guards)
     for index in indices:
         controller.units[index].observation.enter(scope)
+        controller.projection_ran(index)
     controller.left_in_graph[indices] = left

@@ -577,7 +577,7 @@ def test_uninstrument_leaves_no_trace(kind: str) -> None:
     gnmr_fx.uninstrument(gnmr_fx.instrument(mlp()))  # what is loaded on first use is loaded
     before, hooks = trace(model), optimizer_hooks()
     gnmr_fx.instrument(model, LOSSY)
-    assert len(optimizer_hooks() - hooks) == 1
+    assert len(optimizer_hooks() - hooks) == 2  # before and after a step
     assert trace(model)["modules"] != before["modules"]
     during = trace(model)
     assert (during["inductor"], during["dynamo"]) == (before["inductor"], before["dynamo"])

@@ -142,7 +142,17 @@ def test_a_unit_called_twice_shares_only_the_input_that_it_shares() -> None:
     one = nbytes(x.shape, gnmr_fx.controller(model).recipe.low, x.dtype)
     rows = {row["unit"]: row for row in gnmr_fx.table(model).rows}
     assert {name: row["bytes_low"] for name, row in rows.items()} == {"b": one, "a": one}
-    assert rows["a"]["activations"] == [{"rows": 6, "width": 16, "dtype": "float32", "calls": 2}]
+    (activation,) = rows["a"]["activations"]
+    assert activation == {
+        "rows": 6,
+        "width": 16,
+        "dtype": "float32",
+        "calls": 2,
+        "role": "input",
+        "low_format": "int4 g128",
+        "bytes_full": 2 * 6 * 16 * 4,
+        "bytes_low": 2 * one,
+    }
     assert low == 2 * one
 
 
