@@ -7,9 +7,9 @@
 Every variant trains a copy of the same model on the same batch, all guards low, and is measured after a warm-up step;
 with --large each in a process of its own, since peak memory is a process's. *Kept* is the number of bytes of the
 distinct storages that autograd holds between forward and backward, parameters, buffers and inputs left out; *no loss
-head* leaves out, in every variant alike, tensors as wide as the vocabulary. *Peak* is how far the process's memory grows
-during steps after the first. *Error* is that of the whole gradient, relative to the stock model's in eager mode. Times
-are medians, as ratios to stock in the same mode.
+head* leaves out, in every variant alike, tensors as wide as the vocabulary. *Peak* is how far the process's memory
+grows during steps after the first. *Error* is that of the whole gradient, relative to the stock model's in eager mode.
+Times are medians, as ratios to stock in the same mode.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ VARIANTS = (
 MODELS = ("llama", "gpt2", "bert", "qwen3", "mixtral", "vit")
 
 
-def build(name: str, large: bool, dtype: torch.dtype) -> tuple[nn.Module, dict[str, Tensor]]:
+def build(name: str, large: bool, dtype: torch.dtype, seed: int = 0) -> tuple[nn.Module, dict[str, Tensor]]:
     """A model in train mode, and a batch."""
     import transformers as t
 
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     hidden, layers, heads, length, batch = (512, 8, 8, 512, 1) if large else (128, 2, 4, 128, 4)
     common = {
         "vocab_size": VOCABULARY,
@@ -109,9 +109,8 @@ def prepare(model: nn.Module, variant: str) -> dict[str, Any]:
     elif variant != "stock":
         scope, _, rest = variant.partition(" ")
         bits, low = rest.split(",")[0], "low q k" in rest
-        attention = "low" if low else "int8"
-        all_saved = gnmr_fx.AllSaved(min_bytes=1 << 12, attention=attention)
-        recipe = gnmr_fx.Recipe(gnmr_fx.Format(bits), gnmr_fx.Format("int8"))
+        all_saved = gnmr_fx.AllSaved(min_bytes=1 << 12, attention="low" if low else "int8")
+        recipe = gnmr_fx.Recipe(gnmr_fx.Format.parse(bits), gnmr_fx.Format("int8"))
         gnmr_fx.instrument(model, recipe, scope="projections" if scope == "projections" else all_saved)
         gnmr_fx.controller(model).force("low")
     return {}
@@ -235,10 +234,10 @@ def table(results: list[dict[str, Any]]) -> str:
     rows = []
     for r in results:
         base = stock.get((r["model"], r["mode"]))
-        rows.append(
-            (r["model"], r["mode"], r["variant"], f"{r['kept'] / 2**20:.2f}", ratio(r, base, "kept"), ratio(r, base, "kept_body"),
-             "-" if r["peak_mib"] is None else f"{r['peak_mib']:.1f}", ratio(r, base, "ms"), f"{r['error']:.4f}")
-        )  # fmt: skip
+        ratios = [ratio(r, base, key) for key in ("kept", "kept_body", "ms")]
+        peak = "-" if r["peak_mib"] is None else f"{r['peak_mib']:.1f}"
+        kept_mib = f"{r['kept'] / 2**20:.2f}"
+        rows.append((r["model"], r["mode"], r["variant"], kept_mib, *ratios[:2], peak, ratios[2], f"{r['error']:.4f}"))
     headers = ("model", "mode", "variant", "kept MiB", "ratio", "no loss head", "peak MiB", "time", "error")
     return tabulate(rows, headers, disable_numparse=True, colalign=("left",) * 3 + ("right",) * 6)
 
