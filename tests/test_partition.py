@@ -454,7 +454,7 @@ def test_the_partitioner_is_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
 _TWICE = """
 import sys, torch, gnmr_fx
 from torch._dynamo.utils import counters
-from tests.test_partition import EVERYTHING, LOW, gradients, relative_error, small_llama
+from tests.test_partition import EVERYTHING, LOW, decoder, gradients
 built = decoder()
 gnmr_fx.instrument(built.model, LOW, scope=EVERYTHING)
 controller = gnmr_fx.controller(built.model)
@@ -465,7 +465,7 @@ for guards in ("low", "high"):
 print("graphs", counters["stats"]["unique_graphs"])
 print("stored", [[a["role"] for a in row.activations] for row in gnmr_fx.table(built.model).units])
 print("left", len(gnmr_fx.table(built.model).kept_as_it_is))
-print("hits", counters["aot_autograd"]["autograd_cache_hit"], file=sys.stderr)
+print("hits", counters["inductor"]["fxgraph_cache_hit"], file=sys.stderr)
 """
 
 

@@ -127,7 +127,7 @@ class DecoderBlock(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         normed = self.norm(x)
         q, k, v = (p(normed).unflatten(-1, (self.heads, -1)).transpose(1, 2) for p in (self.q, self.k, self.v))
-        position = torch.arange(x.size(1), device=x.device).cos().unsqueeze(-1)
+        position = torch.arange(x.size(1), device=x.device).cos().unsqueeze(-1).to(x.dtype)
         out = F.scaled_dot_product_attention(q * position, k * position, v, is_causal=True)
         x = x + self.o(out.transpose(1, 2).flatten(2))
         normed = self.mlp_norm(x)
