@@ -2,7 +2,8 @@
 
     python benchmarks/memory.py                               # small models of six architectures, eager and compiled
     python benchmarks/memory.py --models llama --large --dtype float32    # hidden 512, 8 layers, sequence 512
-    python benchmarks/memory.py --json out/memory.jsonl --plot docs/memory.png
+    python benchmarks/memory.py --models llama --large --bytes-only       # the same in bf16, one forward each
+    python benchmarks/memory.py --show --json out/memory.jsonl --plot docs/memory.png      # what was measured before
 
 Every variant trains a copy of the same model on the same batch, all guards low, and is measured after a warm-up step;
 with --large each in a process of its own, since peak memory is a process's. *Kept* is the number of bytes of the
@@ -179,7 +180,7 @@ def measure(task: tuple[str, str, bool, bool, str, int]) -> dict[str, Any]:
     for noisy in ("torchao", "torch.utils._pytree", "transformers"):
         logging.getLogger(noisy).setLevel(logging.ERROR)
     model, batch = build(name, large, getattr(torch, dtype))
-    stock = gradients(model, batch, model)
+    stock = gradients(model, batch, model) if rounds else {}
     from torch._inductor import config
 
     with config.patch(post_grad_fusion_options=prepare(model, variant)):
@@ -189,15 +190,19 @@ def measure(task: tuple[str, str, bool, bool, str, int]) -> dict[str, Any]:
 def measured(
     model: nn.Module, batch: dict[str, Tensor], compiled: bool, rounds: int, stock: Mapping[str, Tensor]
 ) -> dict[str, Any]:
-    """The figures of a model that is set up."""
+    """The figures of a model that is set up; without ``rounds`` nothing but bytes, of one forward."""
+    mode = "compiled" if compiled else "eager"
     call: Callable[..., Any] = torch.compile(model) if compiled else model
     exclude = [*model.parameters(), *model.buffers(), *batch.values()]
-    found = gradients(model, batch, call)
+    found = gradients(model, batch, call) if rounds else {}
     loss = call(**batch).loss
     total, body = kept(loss, exclude)
-    loss.backward()
+    if rounds:
+        loss.backward()
     del loss
     gc.collect()
+    if not rounds:
+        return {"mode": mode, "kept": total, "kept_body": body, "peak_mib": None, "ms": None, "error": None}
     before = reset_peak()
     seconds = []
     for _ in range(rounds):
@@ -206,7 +211,7 @@ def measured(
         seconds.append(time.perf_counter() - start)
     peak = memory("VmHWM") - before
     return {
-        "mode": "compiled" if compiled else "eager",
+        "mode": mode,
         "kept": total,
         "kept_body": body,
         "peak_mib": peak,
@@ -235,16 +240,23 @@ def table(results: list[dict[str, Any]]) -> str:
     for r in results:
         base = stock.get((r["model"], r["mode"]))
         ratios = [ratio(r, base, key) for key in ("kept", "kept_body", "ms")]
-        peak = "-" if r["peak_mib"] is None else f"{r['peak_mib']:.1f}"
+        peak = number(r["peak_mib"], ".1f")
         kept_mib = f"{r['kept'] / 2**20:.2f}"
-        rows.append((r["model"], r["mode"], r["variant"], kept_mib, *ratios[:2], peak, ratios[2], f"{r['error']:.4f}"))
+        rows.append(
+            (r["model"], r["mode"], r["variant"], kept_mib, *ratios[:2], peak, ratios[2], number(r["error"], ".4f"))
+        )
     headers = ("model", "mode", "variant", "kept MiB", "ratio", "no loss head", "peak MiB", "time", "error")
     return tabulate(rows, headers, disable_numparse=True, colalign=("left",) * 3 + ("right",) * 6)
 
 
+def number(value: float | None, form: str) -> str:
+    """As text; "-" for None."""
+    return "-" if value is None else format(value, form)
+
+
 def ratio(result: Mapping[str, Any], base: Mapping[str, Any] | None, key: str) -> str:
     """Of one figure to the same one of ``base``."""
-    return f"{result[key] / base[key]:.3f}" if base and base[key] else "-"
+    return f"{result[key] / base[key]:.3f}" if base and base[key] and result[key] else "-"
 
 
 def plot(results: list[dict[str, Any]], path: Path) -> None:
@@ -286,9 +298,24 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--json", type=Path, default=Path("out/memory.jsonl"), help="results are appended to it")
     parser.add_argument("--plot", type=Path, default=None)
+    parser.add_argument("--bytes-only", action="store_true", help="one forward of each variant: no times, no gradients")
+    parser.add_argument("--show", action="store_true", help="measure nothing: show what the file of --json holds")
     arguments = parser.parse_args()
+    if arguments.show:
+        results = [json.loads(line) for line in arguments.json.read_text().splitlines()]
+        print(table(results))
+        if arguments.plot:
+            plot(results, arguments.plot)
+        return
     tasks = [
-        (name, variant, mode == "compiled", arguments.large, arguments.dtype, arguments.rounds)
+        (
+            name,
+            variant,
+            mode == "compiled",
+            arguments.large,
+            arguments.dtype,
+            0 if arguments.bytes_only else arguments.rounds,
+        )
         for name in arguments.models
         for mode in arguments.modes
         for variant in arguments.variants

@@ -192,6 +192,15 @@ def root_of(node: fx.Node, through: frozenset[str] = _VIEWS) -> fx.Node:
     return node
 
 
+def views_to(node: fx.Node) -> tuple[fx.Node, list[fx.Node]]:
+    """The tensor that ``node`` is a view of, and the operations from there to it that can be done again elsewhere."""
+    made: list[fx.Node] = []
+    while op_name(node) in _VIEWS - {"clone"} and len(node.all_input_nodes) == 1 and not node.kwargs:
+        made.insert(0, node)
+        node = node.all_input_nodes[0]
+    return node, made
+
+
 def tensor_of(node: fx.Node) -> Tensor | None:
     """The fake tensor that a node makes, if it makes one."""
     value = node.meta.get("val")
@@ -229,6 +238,9 @@ class Attribution:
         trained: Iterable[fx.Node],
     ) -> None:
         self.graph, self.units = graph, units
+        # By dataflow: operations of the forward that the backward records again (detach) are tagged as the backward's.
+        tangents = [n for n in graph.find_nodes(op="placeholder") if n.name.startswith("tangents")]
+        self.backward = _closure(tangents, lambda node: True)
         self.options = units[0].scope
         self.static = frozenset(static)
         self.returned = {root_of(node) for node in user_outputs}
@@ -259,7 +271,7 @@ class Attribution:
         return {
             node.name: self.place(node)
             for node in self.graph.nodes
-            if _is_forward(node) and tensor_of(node) is not None
+            if node not in self.backward and tensor_of(node) is not None
         }
 
     def place(self, node: fx.Node) -> Place:
@@ -293,7 +305,7 @@ class Attribution:
         heads = [
             node
             for node in graph.nodes
-            if op_name(node) in _GEMMS and node not in self.producers and node not in before and _is_forward(node)
+            if op_name(node) in _GEMMS and node not in self.producers and node not in before | self.backward
         ]
         return _closure(heads, lambda node: True)
 
@@ -327,10 +339,10 @@ class Attribution:
         if root in self.readers:
             return Belongs(tuple(self.readers[root]), "input")
         role = self.roles.get(root, "")
-        made_by = _nearest(root, lambda n: n.all_input_nodes, self.producers.get)
+        made_by = _nearest(root, lambda n: n.all_input_nodes, self.producers.get, self.backward)
         if made_by is not None:
             return Belongs((made_by,), role or ("output" if root in self.producers else _made_by(root)))
-        read_by = _nearest(root, lambda n: n.users, lambda n: self.readers.get(n, [None])[0])
+        read_by = _nearest(root, lambda n: n.users, lambda n: self.readers.get(n, [None])[0], self.backward)
         return None if read_by is None else Belongs((read_by,), role or _made_by(root))
 
     def needs_precision(self, node: fx.Node) -> bool:
@@ -362,7 +374,10 @@ def _upstream(start: Iterable[fx.Node]) -> set[fx.Node]:
 
 
 def _nearest(
-    start: fx.Node, neighbours: Callable[[fx.Node], Iterable[fx.Node]], unit_at: Callable[[fx.Node], JointUnit | None]
+    start: fx.Node,
+    neighbours: Callable[[fx.Node], Iterable[fx.Node]],
+    unit_at: Callable[[fx.Node], JointUnit | None],
+    outside: set[fx.Node],
 ) -> JointUnit | None:
     """The unit at the node nearest to ``start``; operations that only reshape count nothing (0-1 breadth-first)."""
     queue: deque[tuple[int, fx.Node]] = deque([(0, start)])
@@ -375,7 +390,7 @@ def _nearest(
         if unit is not None:
             return unit
         for neighbour in neighbours(node):
-            if not _is_forward(neighbour) or neighbour.op == "output":
+            if neighbour in outside or neighbour.op == "output":
                 continue
             free = op_name(node) in _VIEWS | _SLICES
             further = distance + (0 if free else 1)
@@ -383,10 +398,6 @@ def _nearest(
                 best[neighbour] = further
                 (queue.appendleft if free else queue.append)((further, neighbour))
     return None
-
-
-def _is_forward(node: fx.Node) -> bool:
-    return node.meta.get("partitioner_tag") != "is_backward" and not node.name.startswith("tangents")
 
 
 def _is_infinite(node: fx.Node) -> bool:
@@ -452,6 +463,5 @@ def _attention_roles(graph: fx.Graph) -> dict[fx.Node, str]:
 
 __all__ = [
     "PARAMETER", "Attribution", "Belongs", "JointUnit", "Place", "bytes_of", "find_units", "is_attention", "op_name",
-    "root_of",
-    "tensor_of", "unfold",
+    "root_of", "tensor_of", "unfold", "views_to",
 ]  # fmt: skip

@@ -24,6 +24,7 @@ import json
 import math
 import operator
 import sys
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -42,7 +43,7 @@ from torch.fx.experimental.symbolic_shapes import compute_unbacked_bindings
 from gnmr_fx import formats, physical, recipe, scope
 from gnmr_fx import ops as ops_module
 from gnmr_fx.passes import attribute
-from gnmr_fx.passes.attribute import PARAMETER, Attribution, Place, find_units, tensor_of, unfold
+from gnmr_fx.passes.attribute import PARAMETER, Attribution, Place, find_units, tensor_of, unfold, views_to
 from gnmr_fx.physical import Physical
 from gnmr_fx.recipe import Format, at_least_8_bits
 
@@ -104,10 +105,11 @@ def pack(
     returned = {node for node in outputs[:num_outputs] if isinstance(node, fx.Node)}
     # The backward takes sizes first, then the saved tensors in their order.
     arriving = [n for n in backward.graph.find_nodes(op="placeholder") if tensor_of(n) is not None]
+    pairs = list(zip([n for n in saved if tensor_of(n) is not None], arriving, strict=False))
     move = _Move(forward.graph, backward.graph)
     tensors: list[fx.Node] = []
     left: list[Mapping[str, Any]] = []
-    for node, incoming in zip([n for n in saved if tensor_of(n) is not None], arriving, strict=False):
+    for node, incoming in join_views(backward.graph, pairs, places):
         place = _final_place(node, incoming, places, returned)
         if place.reason:
             tensors.append(node)
@@ -121,6 +123,46 @@ def pack(
     for module in (forward, backward):
         module.graph.lint()
         module.recompile()
+
+
+def join_views(
+    backward: fx.Graph, pairs: list[tuple[fx.Node, fx.Node]], places: Mapping[str, Place]
+) -> list[tuple[fx.Node, fx.Node]]:
+    """Save tensors that are views of one and the same but once, as that one; the backward makes the views again.
+
+    Args:
+        pairs: each saved tensor, in the forward and as it arrives in the backward.
+
+    Returns:
+        The pairs that are left.
+    """
+    roots = {node: views_to(node) for node, _ in pairs}
+    groups: dict[fx.Node, list[tuple[fx.Node, fx.Node]]] = defaultdict(list)
+    for node, incoming in pairs:
+        groups[roots[node][0]].append((node, incoming))
+    joined: dict[fx.Node, fx.Node] = {}
+    left = []
+    for node, incoming in pairs:
+        root = roots[node][0]
+        members = groups[root]
+        flags = {bool(member.meta.get(_NO_VERSION_CHECK)) for member, _ in members}
+        if len(members) == 1 or len(flags) > 1 or places.get(root.name, Place("unknown")).reason:
+            left.append((node, incoming))
+            continue
+        if root not in joined:
+            with backward.inserting_before(incoming):
+                joined[root] = backward.placeholder(f"whole_{root.name}")
+            joined[root].meta["val"] = root.meta["val"]
+            if flags == {True}:
+                root.meta[_NO_VERSION_CHECK] = True
+            left.append((root, joined[root]))
+        view = joined[root]
+        with backward.inserting_before(next(n for n in backward.nodes if n in incoming.users)):
+            for made in roots[node][1]:
+                view = _call(backward, made.target, (view, *made.args[1:]))
+        incoming.replace_all_uses_with(view)
+        backward.erase_node(incoming)
+    return left
 
 
 def _final_place(node: fx.Node, incoming: fx.Node, places: Mapping[str, Place], returned: set[fx.Node]) -> Place:
