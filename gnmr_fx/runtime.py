@@ -613,6 +613,7 @@ class Controller:
             {
                 "units": str([(unit.name, unit.spec.operator, unit.spec.shape) for unit in self.units]),
                 "recipe": repr(self.recipe),
+                "scope": "projections" if self.scope is None else str(self.scope),
                 "max_active": str(self.max_active),
                 "config": str(config),
                 "state": f"step {self.step_count}, digest {self._digest()}",
