@@ -21,6 +21,7 @@ from functorch.compile import make_boxed_func
 from torch import Tensor, fx, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch._dynamo.utils import counters
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor import config as inductor_config
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
@@ -525,4 +526,38 @@ def test_inductor_keeps_a_fraction_of_stock(bits: str, bound: float) -> None:
     gnmr_fx.instrument(built.model, Recipe(Format.parse(bits), Format("int8")), scope=EVERYTHING)
     gnmr_fx.controller(built.model).force("low")
     assert kept(torch.compile(built.model)) < bound * stock
+    gnmr_fx.uninstrument(built.model)
+
+
+@pytest.mark.slow
+def test_inductor_guards_flip_over_100_steps_without_a_recompilation() -> None:
+    built = decoder(2)
+    gnmr_fx.instrument(built.model, LOW, scope=EVERYTHING)
+    controller, call = gnmr_fx.controller(built.model), torch.compile(built.model, fullgraph=True)
+    names, draw = [unit.name for unit in controller.units], random.Random(0)
+    counters.clear()
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for _ in range(100):
+            controller.force(draw.sample(names, draw.randrange(len(names) + 1)))
+            gradients(built, call)
+    assert counters["stats"]["unique_graphs"] == 1
+    gnmr_fx.uninstrument(built.model)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("automatic", [False, True])
+def test_inductor_with_dynamic_sequence_length(automatic: bool) -> None:
+    built = decoder()
+    lengths = [8, 12, 16, 24]
+    inputs = [torch.randint(0, 48, (2, length)) for length in lengths]
+    expected = [gradients(built._replace(args=(ids,)), built.model) for ids in inputs]
+    gnmr_fx.instrument(built.model, LOW, scope=EVERYTHING)
+    gnmr_fx.controller(built.model).force("high")
+    call = torch.compile(built.model, fullgraph=True)
+    counters.clear()
+    for ids, exact in zip(inputs, expected, strict=True):
+        if not automatic:
+            torch._dynamo.mark_dynamic(ids, 1)
+        assert relative_error(gradients(built._replace(args=(ids,)), call), exact) < 0.02
+    assert counters["stats"]["unique_graphs"] == (2 if automatic else 1)
     gnmr_fx.uninstrument(built.model)
