@@ -118,8 +118,9 @@ class Blocks:
 
     @staticmethod
     def key(x: Tensor, spec: str) -> tuple[Any, ...]:
-        """Of a tensor without gaps."""
-        return (x.untyped_storage()._cdata, x.storage_offset(), x.numel(), x._version, x.dtype, spec)
+        """Identifies the memory of ``x`` in format ``spec``: in whatever shape, unless it has gaps."""
+        place = (x.numel(),) if x.is_contiguous() else (x.shape, x.stride())
+        return (x.untyped_storage()._cdata, x.storage_offset(), place, x._version, x.dtype, spec)
 
     def get(self, key: tuple[Any, ...]) -> tuple[Encoded, tuple[int, ...]] | None:
         """The encoding, and the shape it was encoded in."""

@@ -155,6 +155,24 @@ def test_memory_that_several_operators_save_is_stored_once() -> None:
     assert len(set(made)) == len(made)
 
 
+def test_memory_with_gaps_is_not_taken_for_other_memory_of_its_size() -> None:
+    class Overlapping(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(16, 32), nn.Linear(16, 16)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.a(x)  # each of these has 128 elements and starts where y does
+            left, even, top = y[:, :16].sin(), y[:, ::2].sin(), y[:4].sin().view(8, 16)
+            return self.b(left) + self.b(even) + self.b(top)
+
+    torch.manual_seed(0)
+    built = Built(Overlapping().train(), (torch.randn(8, 16),), {}, lambda out: out.square().sum())
+    expected = gradients(built)
+    gnmr_fx.instrument(built.model, Recipe(Format("int8"), Format("int8")), scope=EVERYTHING)
+    assert relative_error(gradients(built), expected) < 0.02
+
+
 def test_what_checkpointing_drops_is_not_kept() -> None:
     class Blocks(nn.Module):
         def __init__(self) -> None:
