@@ -92,11 +92,7 @@ class Packed:
             return
         x, store = self._waiting
         self._waiting = self.node = None
-        if x._version != self.version:
-            raise RuntimeError(
-                f"expected a tensor of shape {tuple(x.shape)} that autograd saved to be left as it is until the "
-                "backward, found it changed by an in-place operation; use the operation that is not in place"
-            )
+        _check_unchanged(x, self.version)
         store(self, x)
 
     def unpack(self) -> Tensor:
@@ -104,6 +100,35 @@ class Packed:
         self.settle()
         block = kernels.decode(self.encoded, _parse(self.spec), self.stored, self.dtype)
         return self.physical.view(block, self.size)
+
+
+class AsItIs:
+    """A saved tensor that is kept as it is. Autograd does not look for changes in place where there are hooks."""
+
+    __slots__ = ("tensor", "version")
+
+    def __init__(self, x: Tensor) -> None:
+        # An output that is kept with its history would keep itself alive. An encoding is shared while it is alive.
+        self.tensor = x if x.grad_fn is None else x.detach()
+        self.version = x._version
+
+    def unpack(self) -> Tensor:
+        """The tensor.
+
+        Raises:
+            RuntimeError: if it was changed since.
+        """
+        _check_unchanged(self.tensor, self.version)
+        return self.tensor
+
+
+def _check_unchanged(x: Tensor, version: int) -> None:
+    if x._version != version:
+        raise RuntimeError(
+            f"expected a tensor of shape {tuple(x.shape)} that autograd saved to be left as it is until the backward, "
+            "found it changed by an in-place operation; use the operation that is not in place, or change the tensor "
+            "after the backward"
+        )
 
 
 class Blocks:
@@ -155,7 +180,7 @@ class Saver:
         first: handle of the unit that what no unit made belongs to.
         active: whether a forward is under way whose saved tensors come here.
         blocks: the memory that is stored already.
-        left: the kinds of saved tensors that are kept as they are.
+        left: the kinds of saved tensors that the last forward kept as they are.
     """
 
     first: Handle
@@ -170,36 +195,38 @@ class Saver:
     def run(self, training: bool, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """``forward(*args, **kwargs)`` with all that it saves stored; as it is if none is to be saved."""
         if self.active or _top_hooks() is not None or not (training and torch.is_grad_enabled()):
-            return forward(
-                *args, **kwargs
-            )  # checkpointing, or hooks of the user's own: what is saved is their business
+            # Inside checkpointing, or hooks of the user's own, what is saved is their business.
+            return forward(*args, **kwargs)
         self.active = True
+        self.left.clear()
         try:
             with torch.autograd.graph.saved_tensors_hooks(self.pack, unpack):
-                return forward(*args, **kwargs)
-        finally:
+                made = forward(*args, **kwargs)
             self._settle()
+            return made
+        finally:
+            self._waiting.clear()  # after an exception: each of these is stored when it is asked for, if ever
             self.active = False
             self.blocks.clear()
 
-    def pack(self, x: Tensor) -> Any:
-        """What is kept in place of ``x``: a :class:`Packed`, or ``x`` itself."""
+    def pack(self, x: Tensor) -> Packed | AsItIs:
+        """What is kept in place of ``x``."""
         node = x.grad_fn
         if node is None:
-            return x
+            return AsItIs(x)
         if is_attention(node):
             self._tell_queries(node)
         if not self.is_worth_it(x):
-            return x.detach()  # an output that is kept as it is would keep itself alive
+            return AsItIs(x)
         found = nearest_unit(node)
         role = role_of(node, found)
         if found.reason and not (found.reason == LOSS_HEAD and self.options.loss_head):
             if found.reason != PARAMETER:
                 self.left[Left(role, tuple(x.shape), x.dtype, found.reason)] = None
-            return x.detach()
+            return AsItIs(x)
         handle = found.handle or self.first
         if (handle.high if bool(handle.guard) else handle.low) == "none":
-            return x.detach()
+            return AsItIs(x)
         packed = Packed(x.detach(), node, role, functools.partial(self._store, handle))
         self._waiting.append(packed)
         if len(self._waiting) > _ATTENTION_OPERANDS:
@@ -269,9 +296,9 @@ def _top_hooks() -> tuple[Any, Any] | None:
     return hooks
 
 
-def unpack(kept: Any) -> Tensor:
+def unpack(kept: Packed | AsItIs) -> Tensor:
     """The tensor that :meth:`Saver.pack` was given, as stored."""
-    return kept.unpack() if isinstance(kept, Packed) else kept
+    return kept.unpack()
 
 
 class Left(NamedTuple):

@@ -76,6 +76,8 @@ def held(built: Built) -> dict[int, int]:
 def _tensors(raw: Any) -> list[Tensor]:
     """What a saved variable holds: what its hook has made of the tensor, or the tensor itself."""
     kept = raw.data if hasattr(raw, "data") else raw
+    if isinstance(kept, saved.AsItIs):
+        return [kept.tensor]
     return list(kept.encoded) if isinstance(kept, saved.Packed) else [kept] if isinstance(kept, Tensor) else []
 
 
@@ -258,6 +260,53 @@ def test_an_in_place_change_of_a_saved_tensor_is_an_error() -> None:
     model = gnmr_fx.instrument(InPlace().train(), LOW, scope=EVERYTHING)
     with pytest.raises(RuntimeError, match="in-place"):
         model(torch.randn(4, 32)).sum().backward()
+
+
+@pytest.mark.parametrize("saved_is", ["activation", "parameter"])
+def test_an_in_place_change_of_what_is_kept_as_it_is_is_an_error(saved_is: str) -> None:
+    """As in stock PyTorch, which does not look where there are hooks."""
+
+    class InPlace(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.norm = nn.Linear(32, 32), nn.LayerNorm(32)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = torch.sigmoid(self.norm(self.a(x)))
+            return y.mul_(3) if saved_is == "activation" else y
+
+    model = InPlace().train()
+    gnmr_fx.instrument(model, LOW, scope=gnmr_fx.AllSaved(min_bytes=1 << 20))
+    loss = model(torch.randn(4, 32)).sum()
+    if saved_is == "parameter":
+        with torch.no_grad():
+            model.norm.weight.mul_(2)
+    with pytest.raises(RuntimeError, match="in-place"):
+        loss.backward()
+
+
+def test_a_forward_that_fails_leaves_the_next_one_as_it_should_be() -> None:
+    class Fails(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.how = nn.Linear(32, 32), ""
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = torch.sigmoid(self.a(x))
+            if self.how == "raises":
+                raise KeyError(self.how)
+            return y.mul_(3) if self.how == "changes what is saved" else y.sin()
+
+    model = gnmr_fx.instrument(Fails().train(), LOW, scope=EVERYTHING)
+    x = torch.randn(4, 32)
+    for how, error in (("raises", KeyError), ("changes what is saved", RuntimeError)):
+        model.how = how
+        with pytest.raises(error):
+            model(x).sum().backward()
+        model.how = ""
+        model(x).sum().backward()
+        assert "sigmoid" in roles(model)["a"]
+        assert not gnmr_fx.controller(model).saver.active
 
 
 def test_evaluation_and_no_grad_are_stock() -> None:
