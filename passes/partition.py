@@ -42,7 +42,17 @@ from torch.fx.experimental.symbolic_shapes import compute_unbacked_bindings
 from gnmr_fx import formats, physical, recipe, scope
 from gnmr_fx import ops as ops_module
 from gnmr_fx.passes import attribute
-from gnmr_fx.passes.attribute import PARAMETER, Attribution, Place, find_units, tensor_of, unfold
+from gnmr_fx.passes.attribute import (
+    PACKED,
+    PARAMETER,
+    Attribution,
+    Belongs,
+    Place,
+    find_units,
+    memory_of,
+    tensor_of,
+    unfold,
+)
 from gnmr_fx.physical import Physical
 from gnmr_fx.recipe import Format, at_least_8_bits
 
@@ -111,7 +121,7 @@ def pack(
         place = _final_place(node, incoming, places, returned)
         if place.reason:
             tensors.append(node)
-            if place.reason != PARAMETER:
+            if place.reason not in (PACKED, PARAMETER):
                 left.append(place.describe(node))
         else:
             tensors += move.tensor(node, incoming, place)
@@ -155,6 +165,8 @@ class _Move:
     def __init__(self, forward: fx.Graph, backward: fx.Graph) -> None:
         self.forward, self.backward = forward, backward
         self.sizes_added: list[fx.Node] = []
+        # The memory that is stored already -> its shape as stored, and its pieces in the backward.
+        self.stored: dict[tuple[fx.Node, str, str], tuple[list[Any], list[fx.Node]]] = {}
         placeholders = backward.find_nodes(op="placeholder")
         self.sizes = {str(n.meta["val"].node.expr): n for n in placeholders if isinstance(n.meta.get("val"), SymInt)}
         with backward.inserting_before(next(n for n in placeholders if not isinstance(n.meta.get("val"), SymInt))):
@@ -169,7 +181,7 @@ class _Move:
             incoming: the same tensor in the backward, where it is replaced.
 
         Returns:
-            The nodes to save.
+            The nodes to save; none for another view of what is stored already.
         """
         assert place.belongs is not None
         unit = place.belongs.units[0]
@@ -183,21 +195,33 @@ class _Move:
             if physical.is_permuted:
                 placed = _call(self.forward, aten.permute.default, (placed, list(physical.order)))
             sizes = [self._size(placed, dim) for dim in range(len(physical.order))]  # in the backward
-            rows, width = physical.rows, math.prod(placed.meta["val"].shape[physical.rows :])
-            x = placed
-            if len(sizes) != rows + 1:
-                here = [self._forward_size(placed, dim) for dim in range(rows)]
-                x = _call(self.forward, aten.reshape.default, (placed, [*here, width]))
-            guards = [self.inputs[unit.guard.name] for unit in place.belongs.units]
-            seed = None if unit.seed is None else self.inputs[unit.seed.name]
-            kept = _call(self.forward, ops.keep.default, (x, guards, seed, low, high, place.belongs.role))
-            pieces = [_call(self.forward, operator.getitem, (kept, i)) for i in range(4)]
-            self._size(pieces[2], 0)
-        stored = [*sizes[:rows], width if len(sizes) != rows + 1 else sizes[rows]]
-        self._restore(incoming, physical, sizes, stored, pieces, low, high)
+            key = (memory_of(node), low, high)
+            pieces = [] if key in self.stored else self._keep(placed, physical, place.belongs, low, high)
+        if pieces:
+            merged = len(sizes) != physical.rows + 1
+            width = math.prod(placed.meta["val"].shape[physical.rows :]) if merged else sizes[physical.rows]
+            with self.backward.inserting_before(incoming):
+                arrived = [self._placeholder(piece) for piece in pieces]
+            self.stored[key] = [*sizes[: physical.rows], width], arrived
+        self._restore(incoming, physical, sizes, *self.stored[key], low, high)
         if node.meta.get(_NO_VERSION_CHECK):
             for piece in pieces:
                 piece.meta[_NO_VERSION_CHECK] = True
+        return pieces
+
+    def _keep(self, placed: fx.Node, physical: Physical, belongs: Belongs, low: str, high: str) -> list[fx.Node]:
+        """The payloads and scales of ``placed``, whose dimensions lie in memory in their order."""
+        rows, x = physical.rows, placed
+        if len(physical.order) != rows + 1:
+            here = [self._forward_size(placed, dim) for dim in range(rows)]
+            width = math.prod(placed.meta["val"].shape[rows:])
+            x = _call(self.forward, aten.reshape.default, (placed, [*here, width]))
+        unit = belongs.units[0]
+        guards = [self.inputs[unit.guard.name] for unit in belongs.units]
+        seed = None if unit.seed is None else self.inputs[unit.seed.name]
+        kept = _call(self.forward, ops.keep.default, (x, guards, seed, low, high, belongs.role))
+        pieces = [_call(self.forward, operator.getitem, (kept, i)) for i in range(4)]
+        self._size(pieces[2], 0)
         return pieces
 
     def _restore(
@@ -206,17 +230,15 @@ class _Move:
         physical: Physical,
         sizes: list[Any],
         stored: list[Any],
-        pieces: list[fx.Node],
+        arrived: list[fx.Node],
         low: str,
         high: str,
     ) -> None:
-        """Replace the tensor ``incoming`` to the backward by ``pieces`` of it, decoded where it is first used."""
+        """Replace the tensor ``incoming`` to the backward by its pieces there, decoded where it is first used."""
         value = incoming.meta["val"]
-        with self.backward.inserting_before(incoming):
-            arrived = [self._placeholder(piece) for piece in pieces]
         with self.backward.inserting_before(next(n for n in self.backward.nodes if n in incoming.users)):
             x = _call(self.backward, ops.restore.default, (*arrived, low, high, stored, value.dtype))
-            if len(stored) != len(sizes):
+            if stored != sizes:
                 x = _call(self.backward, aten.view.default, (x, sizes))
             if physical.is_permuted:
                 x = _call(self.backward, aten.permute.default, (x, physical.inverse))
