@@ -58,6 +58,8 @@ _REDUCTIONS = frozenset(
         "LinalgVectorNorm",
     }
 )
+_LOOKUPS = frozenset({"Embedding", "EmbeddingBag", "Gather", "Index", "IndexSelect", "Expand", "Repeat"})
+"""Operations whose result may be much larger than the parameter they read."""
 _INFINITE = frozenset({"MaskedFill", "Where"})
 _POINTWISE = _CASTS | {"Add", "Sub", "Mul", "Div", "Cat"}
 """Operations that infinities survive."""
@@ -347,6 +349,7 @@ def nearest_unit(start: Any) -> Found:
     """The unit that made a tensor: the nearest one upstream of its node in the autograd graph."""
     queue, seen = deque([(0, start, True)]), {start}
     alone = True  # nothing but views and casts so far
+    computed = True  # from parameters alone, so far
     while queue and len(seen) < _MAX_NODES:
         distance, node, pointwise = queue.popleft()
         unit = node.metadata.get(UNIT_KEY)
@@ -360,6 +363,7 @@ def nearest_unit(start: Any) -> Found:
         following = [n for n, _ in node.next_functions if n is not None]
         if alone and not following:
             return Found(reason=PARAMETER)
+        computed = computed and name not in _LOOKUPS and _leads_to_parameters(node, following)
         free = name in _VIEWS
         alone = alone and (free or name in _CASTS) and len(following) == 1
         further = distance + (0 if free else 1)
@@ -368,7 +372,14 @@ def nearest_unit(start: Any) -> Found:
             if n not in seen:
                 seen.add(n)
                 (queue.appendleft if free else queue.append)((further, n, goes_on))
-    return Found()
+    return Found(reason=PARAMETER) if computed and not queue else Found()
+
+
+def _leads_to_parameters(node: Any, following: list[Any]) -> bool:
+    """Whether all that ``node`` was made of has a history, or is a parameter."""
+    if not following:
+        return isinstance(getattr(node, "variable", None), nn.Parameter)
+    return len(following) == len(node.next_functions)
 
 
 class MarkHead:

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils.parametrizations import weight_norm
 from torch.utils.checkpoint import checkpoint
 
 import gnmr_fx
@@ -242,6 +243,27 @@ def test_parameters_in_another_dtype_are_not_stored() -> None:
     out.float().sum().backward()
     assert {role for own in roles(model).values() for role in own} <= {"input", "output", "tanh", "to_copy"}
     assert not any((a["rows"], a["width"]) == (32, 32) for row in gnmr_fx.table(model).units for a in row.activations)
+
+
+def test_computed_weights_are_not_stored() -> None:
+    class Weights(nn.Module):
+        """By weight normalization, of a projection and of a convolution."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(24, 24), weight_norm(nn.Linear(24, 24))
+            self.conv, self.c = weight_norm(nn.Conv1d(8, 8, 5)), nn.Linear(20, 24)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.tanh(self.c(self.conv(self.b(torch.tanh(self.a(x))))))
+
+    torch.manual_seed(0)
+    built = Built(Weights().train(), (torch.randn(4, 8, 24),), {}, lambda out: out.square().mean())
+    gnmr_fx.instrument(built.model, LOW, scope=EVERYTHING)
+    gradients(built)
+    stored = {a["rows"] * a["width"] for row in gnmr_fx.table(built.model).units for a in row.activations}
+    assert {4 * 8 * 24, 4 * 8 * 20} <= stored
+    assert not stored & {p.numel() for p in built.model.parameters()}
 
 
 def test_an_in_place_change_of_a_saved_tensor_is_an_error() -> None:
