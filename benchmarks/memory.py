@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 import gnmr_fx
-from gnmr_fx.saved import Packed
+from gnmr_fx.saved import AsItIs, Packed
 
 VOCABULARY = 1000
 VARIANTS = (
@@ -150,6 +150,8 @@ def held_by(node: Any) -> Iterator[Tensor]:
                     continue
                 if isinstance(data, Packed):
                     yield from data.encoded
+                elif isinstance(data, AsItIs):
+                    yield data.tensor
                 elif isinstance(data, Tensor):
                     yield data
     for value in [*(getattr(node, "saved_tensors", None) or ()), *(getattr(node, "_tensors_no_vc_check", None) or ())]:

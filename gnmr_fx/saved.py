@@ -58,6 +58,8 @@ _REDUCTIONS = frozenset(
         "LinalgVectorNorm",
     }
 )
+_LOOKUPS = frozenset({"Embedding", "EmbeddingBag", "Gather", "Index", "IndexSelect", "Expand", "Repeat"})
+"""Operations whose result may be much larger than the parameter they read."""
 _INFINITE = frozenset({"MaskedFill", "Where"})
 _POINTWISE = _CASTS | {"Add", "Sub", "Mul", "Div", "Cat"}
 """Operations that infinities survive."""
@@ -92,11 +94,7 @@ class Packed:
             return
         x, store = self._waiting
         self._waiting = self.node = None
-        if x._version != self.version:
-            raise RuntimeError(
-                f"expected a tensor of shape {tuple(x.shape)} that autograd saved to be left as it is until the "
-                "backward, found it changed by an in-place operation; use the operation that is not in place"
-            )
+        _check_unchanged(x, self.version)
         store(self, x)
 
     def unpack(self) -> Tensor:
@@ -104,6 +102,35 @@ class Packed:
         self.settle()
         block = kernels.decode(self.encoded, _parse(self.spec), self.stored, self.dtype)
         return self.physical.view(block, self.size)
+
+
+class AsItIs:
+    """A saved tensor that is kept as it is. Autograd does not look for changes in place where there are hooks."""
+
+    __slots__ = ("tensor", "version")
+
+    def __init__(self, x: Tensor) -> None:
+        # An output that is kept with its history would keep itself alive. An encoding is shared while it is alive.
+        self.tensor = x if x.grad_fn is None else x.detach()
+        self.version = x._version
+
+    def unpack(self) -> Tensor:
+        """The tensor.
+
+        Raises:
+            RuntimeError: if it was changed since.
+        """
+        _check_unchanged(self.tensor, self.version)
+        return self.tensor
+
+
+def _check_unchanged(x: Tensor, version: int) -> None:
+    if x._version != version:
+        raise RuntimeError(
+            f"expected a tensor of shape {tuple(x.shape)} that autograd saved to be left as it is until the backward, "
+            "found it changed by an in-place operation; use the operation that is not in place, or change the tensor "
+            "after the backward"
+        )
 
 
 class Blocks:
@@ -118,8 +145,9 @@ class Blocks:
 
     @staticmethod
     def key(x: Tensor, spec: str) -> tuple[Any, ...]:
-        """Of a tensor without gaps."""
-        return (x.untyped_storage()._cdata, x.storage_offset(), x.numel(), x._version, x.dtype, spec)
+        """Identifies the memory of ``x`` in format ``spec``: in whatever shape, unless it has gaps."""
+        place = (x.numel(),) if x.is_contiguous() else (x.shape, x.stride())
+        return (x.untyped_storage()._cdata, x.storage_offset(), place, x._version, x.dtype, spec)
 
     def get(self, key: tuple[Any, ...]) -> tuple[Encoded, tuple[int, ...]] | None:
         """The encoding, and the shape it was encoded in."""
@@ -154,7 +182,7 @@ class Saver:
         first: handle of the unit that what no unit made belongs to.
         active: whether a forward is under way whose saved tensors come here.
         blocks: the memory that is stored already.
-        left: the kinds of saved tensors that are kept as they are.
+        left: the kinds of saved tensors that the last forward kept as they are.
     """
 
     first: Handle
@@ -169,36 +197,38 @@ class Saver:
     def run(self, training: bool, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """``forward(*args, **kwargs)`` with all that it saves stored; as it is if none is to be saved."""
         if self.active or _top_hooks() is not None or not (training and torch.is_grad_enabled()):
-            return forward(
-                *args, **kwargs
-            )  # checkpointing, or hooks of the user's own: what is saved is their business
+            # Inside checkpointing, or hooks of the user's own, what is saved is their business.
+            return forward(*args, **kwargs)
         self.active = True
+        self.left.clear()
         try:
             with torch.autograd.graph.saved_tensors_hooks(self.pack, unpack):
-                return forward(*args, **kwargs)
-        finally:
+                made = forward(*args, **kwargs)
             self._settle()
+            return made
+        finally:
+            self._waiting.clear()  # after an exception: each of these is stored when it is asked for, if ever
             self.active = False
             self.blocks.clear()
 
-    def pack(self, x: Tensor) -> Any:
-        """What is kept in place of ``x``: a :class:`Packed`, or ``x`` itself."""
+    def pack(self, x: Tensor) -> Packed | AsItIs:
+        """What is kept in place of ``x``."""
         node = x.grad_fn
         if node is None:
-            return x
+            return AsItIs(x)
         if is_attention(node):
             self._tell_queries(node)
         if not self.is_worth_it(x):
-            return x.detach()  # an output that is kept as it is would keep itself alive
+            return AsItIs(x)
         found = nearest_unit(node)
         role = role_of(node, found)
         if found.reason and not (found.reason == LOSS_HEAD and self.options.loss_head):
             if found.reason != PARAMETER:
                 self.left[Left(role, tuple(x.shape), x.dtype, found.reason)] = None
-            return x.detach()
+            return AsItIs(x)
         handle = found.handle or self.first
         if (handle.high if bool(handle.guard) else handle.low) == "none":
-            return x.detach()
+            return AsItIs(x)
         packed = Packed(x.detach(), node, role, functools.partial(self._store, handle))
         self._waiting.append(packed)
         if len(self._waiting) > _ATTENTION_OPERANDS:
@@ -268,9 +298,9 @@ def _top_hooks() -> tuple[Any, Any] | None:
     return hooks
 
 
-def unpack(kept: Any) -> Tensor:
+def unpack(kept: Packed | AsItIs) -> Tensor:
     """The tensor that :meth:`Saver.pack` was given, as stored."""
-    return kept.unpack() if isinstance(kept, Packed) else kept
+    return kept.unpack()
 
 
 class Left(NamedTuple):
@@ -319,6 +349,7 @@ def nearest_unit(start: Any) -> Found:
     """The unit that made a tensor: the nearest one upstream of its node in the autograd graph."""
     queue, seen = deque([(0, start, True)]), {start}
     alone = True  # nothing but views and casts so far
+    computed = True  # from parameters alone, so far
     while queue and len(seen) < _MAX_NODES:
         distance, node, pointwise = queue.popleft()
         unit = node.metadata.get(UNIT_KEY)
@@ -332,6 +363,7 @@ def nearest_unit(start: Any) -> Found:
         following = [n for n, _ in node.next_functions if n is not None]
         if alone and not following:
             return Found(reason=PARAMETER)
+        computed = computed and name not in _LOOKUPS and _leads_to_parameters(node, following)
         free = name in _VIEWS
         alone = alone and (free or name in _CASTS) and len(following) == 1
         further = distance + (0 if free else 1)
@@ -340,7 +372,14 @@ def nearest_unit(start: Any) -> Found:
             if n not in seen:
                 seen.add(n)
                 (queue.appendleft if free else queue.append)((further, n, goes_on))
-    return Found()
+    return Found(reason=PARAMETER) if computed and not queue else Found()
+
+
+def _leads_to_parameters(node: Any, following: list[Any]) -> bool:
+    """Whether all that ``node`` was made of has a history, or is a parameter."""
+    if not following:
+        return isinstance(getattr(node, "variable", None), nn.Parameter)
+    return len(following) == len(node.next_functions)
 
 
 class MarkHead:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import json
 import weakref
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -295,11 +297,22 @@ def observe_scope(guards: Sequence[Tensor], scope: str, left: str = "") -> None:
         scope: ``"all"`` or ``"projections"``.
         left: JSON list of the saved tensors that the graph keeps as they are; their ``unit`` counts in ``guards``.
     """
-    controller, _ = _observer_of(guards[0])
-    if controller is None:
-        return
-    indices = tuple(int(guard.storage_offset()) for guard in guards)
-    for index in indices:
-        controller.units[index].observation.enter(scope)
-        controller.projection_ran(index)
-    controller.left_in_graph[indices] = left
+    positions: dict[Any, list[int]] = {}
+    for position, guard in enumerate(guards):
+        controller, _ = _observer_of(guard)
+        if controller is not None:
+            positions.setdefault(controller, []).append(position)
+    for controller, own in positions.items():
+        indices = tuple(int(guards[position].storage_offset()) for position in own)
+        for index in indices:
+            controller.units[index].observation.enter(scope)
+            controller.projection_ran(index)
+        controller.left_in_graph[indices] = left if len(own) == len(guards) else _part_of(left, tuple(own))
+
+
+@functools.cache
+def _part_of(left: str, positions: tuple[int, ...]) -> str:
+    """Of ``left``, what belongs to the units at ``positions`` of the graph, or, to the first unit's model, to none."""
+    items = json.loads(left or "[]")
+    own = [item | {"unit": positions.index(item["unit"])} for item in items if item["unit"] in positions]
+    return json.dumps(own + [item for item in items if item["unit"] is None and 0 in positions])

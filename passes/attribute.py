@@ -32,9 +32,13 @@ _VIEWS = frozenset({
     "clone", "flatten", "unflatten",
 })  # fmt: skip
 """Operations that change the shape of a tensor and keep all its values."""
+_SAME_MEMORY = _VIEWS - {"reshape", "expand", "clone", "flatten"}
+"""Those of them that neither copy nor repeat."""
 _SLICES = frozenset(
     {"slice", "select", "split", "split_with_sizes", "chunk", "unbind", "getitem", "index", "index_select"}
 )
+_SPREADING = frozenset({"expand", "repeat", "embedding", "index", "index_select", "gather"})
+"""Operations whose result may be much larger than the parameter they read."""
 _CASTS = frozenset({"convert_element_type", "_to_copy", "to"})
 _GEMMS = frozenset(
     {"mm", "addmm", "bmm", "baddbmm", "_grouped_mm", "grouped_mm_fallback", "matmul", "linear", "_scaled_mm"}
@@ -44,6 +48,7 @@ _SQUASHING = frozenset(
 )
 """Pointwise operations whose result is finite for an infinite operand of one sign at least."""
 PARAMETER = "a parameter or a buffer"
+PACKED = "stored by a unit of another model"
 _NOT_FLOAT = "not floating point numbers of 16 bits or more"
 _LARGE = 1e30
 """Constants from here on stand for infinity: a mask holds the lowest value of its dtype instead of -inf."""
@@ -55,6 +60,7 @@ class JointUnit:
 
     Attributes:
         index: its place among the units of the graph.
+        packing: the operator that stores its input in its recovery format.
         guard, seed: the placeholders of its guard and of the seed for stochastic rounding (None without one).
         low, high: its formats.
         input, weight: the activation it reads, as it would store it, and its weight.
@@ -62,6 +68,7 @@ class JointUnit:
     """
 
     index: int
+    packing: fx.Node
     guard: fx.Node
     seed: fx.Node | None
     low: Format
@@ -115,7 +122,15 @@ def find_units(graph: fx.Graph) -> list[JointUnit]:
         if scope:
             units.append(
                 JointUnit(
-                    len(units), guard, seed, Format.parse(low), Format.parse(high), x, weight, AllSaved.parse(scope)
+                    len(units),
+                    node,
+                    guard,
+                    seed,
+                    Format.parse(low),
+                    Format.parse(high),
+                    x,
+                    weight,
+                    AllSaved.parse(scope),
                 )
             )
     return units
@@ -129,20 +144,23 @@ def _arguments(node: fx.Node, defaults: tuple[Any, ...]) -> tuple[Any, ...]:
 
 def unfold(graph: fx.Graph, units: Iterable[JointUnit]) -> None:
     """Take the packing of ``units`` out of the graph, in place: their backward reads the activation itself."""
-    inputs = {unit.input for unit in units}
+    inputs, packings = {unit.input for unit in units}, {unit.packing for unit in units}
     for node in list(graph.find_nodes(op="call_function", target=ops.restore.default)):
-        made = node.args[0].args[0]  # through getitem
-        if made.target is not ops.save_low.default:
-            raise InvariantError(f"expected a restore of a payload of save_low, found {made}; please report this")
-        if made.args[0] in inputs:
+        low, high = node.args[0].args[0], node.args[2].args[0]  # through getitem
+        if low.target is not ops.save_low.default or high.target is not ops.save_high.default:
+            raise InvariantError(
+                f"expected a restore of payloads of save_low and save_high, found {low} and {high}; please report this"
+            )
+        if high in packings:
             _allow_gaps(node)  # what was decoded lay in order; the activation itself may not
-            node.replace_all_uses_with(made.args[0])
+            node.replace_all_uses_with(low.args[0])
             graph.erase_node(node)
-    for target in (ops.save_low.default, ops.save_high.default):
-        for node in list(graph.find_nodes(op="call_function", target=target)):
-            if node.args[0] in inputs:
-                for dead in reversed(_downstream(node)):  # sizes, and assertions on them, which nothing else removes
-                    graph.erase_node(dead)
+    lows = [n for n in graph.find_nodes(op="call_function", target=ops.save_low.default) if n.args[0] in inputs]
+    for node in [*packings, *lows]:
+        made = _downstream(node)  # sizes, and assertions on them, which nothing else removes
+        if not any(n.target is ops.restore.default for n in made):  # else a unit of another model reads it as well
+            for dead in reversed(made):
+                graph.erase_node(dead)
 
 
 def _allow_gaps(node: fx.Node) -> None:
@@ -192,13 +210,22 @@ def root_of(node: fx.Node, through: frozenset[str] = _VIEWS) -> fx.Node:
     return node
 
 
-def views_to(node: fx.Node) -> tuple[fx.Node, list[fx.Node]]:
-    """The tensor that ``node`` is a view of, and the operations from there to it that can be done again elsewhere."""
-    made: list[fx.Node] = []
-    while op_name(node) in _VIEWS - {"clone"} and len(node.all_input_nodes) == 1 and not node.kwargs:
-        made.insert(0, node)
+def memory_of(node: fx.Node) -> fx.Node:
+    """The tensor whose memory, all of it, ``node`` is another view of."""
+    while op_name(node) in _SAME_MEMORY or (op_name(node) == "reshape" and _is_contiguous(node.all_input_nodes[0])):
         node = node.all_input_nodes[0]
-    return node, made
+    return node
+
+
+def _is_contiguous(node: fx.Node) -> bool:
+    value, expected = tensor_of(node), 1
+    if value is None:
+        return False
+    for size, stride in zip(map(hint, reversed(value.shape)), map(hint, reversed(value.stride())), strict=True):
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
+    return True
 
 
 def tensor_of(node: fx.Node) -> Tensor | None:
@@ -238,16 +265,16 @@ class Attribution:
         trained: Iterable[fx.Node],
     ) -> None:
         self.graph, self.units = graph, units
-        # By dataflow: operations of the forward that the backward records again (detach) are tagged as the backward's.
-        tangents = [n for n in graph.find_nodes(op="placeholder") if n.name.startswith("tangents")]
-        self.backward = _closure(tangents, lambda node: True)
-        self.options = units[0].scope
         self.static = frozenset(static)
         self.returned = {root_of(node) for node in user_outputs}
         self.readers: dict[fx.Node, list[JointUnit]] = defaultdict(list)
         for unit in units:
             self.readers[root_of(unit.input)].append(unit)
         self.producers = self._producers(graph)
+        self.backward = _closure(
+            (n for n in graph.find_nodes(op="placeholder") if n.name.startswith("tangents")), lambda node: True
+        )
+        self.weights = self._weights(graph)
         self.trained = _closure(trained, lambda node: True)
         self.infinite = _closure(filter(_is_infinite, graph.nodes), _passes_infinity)
         self.statistics = _statistics(graph)
@@ -277,12 +304,13 @@ class Attribution:
     def place(self, node: fx.Node) -> Place:
         """What is to happen to ``node`` if it is saved."""
         reason = self.reason_against(node)
-        if reason in (PARAMETER, _NOT_FLOAT):
+        if reason in (PACKED, PARAMETER, _NOT_FLOAT):
             return Place(reason)
         belongs = self.belongs(node)
-        if belongs is None and not reason:
-            reason = "connected to no unit"
-        return Place(reason, belongs, self.needs_precision(node))
+        if belongs is None:
+            return Place(reason or "connected to no unit")
+        options = belongs.units[0].scope
+        return Place(reason or self.reason_in(node, options), belongs, self.needs_precision(node, options))
 
     def _producers(self, graph: fx.Graph) -> dict[fx.Node, JointUnit]:
         """The nodes that multiply a unit's input with its weight."""
@@ -299,25 +327,64 @@ class Attribution:
                         found[user] = unit
         return found
 
+    def _weights(self, graph: fx.Graph) -> set[fx.Node]:
+        """What units multiply with, and whatever else is computed from parameters alone."""
+        data = [n for n in graph.find_nodes(op="placeholder") if n not in self.static]
+        spread = [n for n in graph.nodes if op_name(n) in _SPREADING]
+        from_data = _closure([*data, *self.producers, *spread, *self.readers], lambda node: True)
+        computed = {n for n in graph.nodes if n.op == "call_function" and n not in from_data}
+        multiplied = {root_of(unit.weight, through) for unit in self.units for through in (_VIEWS, _VIEWS | _CASTS)}
+        aliases = _closure(multiplied - set(self.readers), lambda node: op_name(node) in _VIEWS | _CASTS)
+        return computed | aliases
+
+    def _nearest(
+        self,
+        start: fx.Node,
+        neighbours: Callable[[fx.Node], Iterable[fx.Node]],
+        unit_at: Callable[[fx.Node], JointUnit | None],
+    ) -> JointUnit | None:
+        """The unit at the node nearest to ``start``; operations that only reshape count nothing (0-1 breadth-first)."""
+        queue: deque[tuple[int, fx.Node]] = deque([(0, start)])
+        best: dict[fx.Node, int] = {start: 0}
+        while queue:
+            distance, node = queue.popleft()
+            if distance > best[node]:
+                continue
+            unit = unit_at(node)
+            if unit is not None:
+                return unit
+            for neighbour in neighbours(node):
+                if neighbour in self.backward or neighbour.op == "output":
+                    continue
+                free = op_name(node) in _VIEWS | _SLICES
+                further = distance + (0 if free else 1)
+                if further < best.get(neighbour, 1 << 30):
+                    best[neighbour] = further
+                    (queue.appendleft if free else queue.append)((further, neighbour))
+        return None
+
     def _loss_head(self, graph: fx.Graph) -> set[fx.Node]:
         """What comes after a GEMM that is no unit's and that no unit follows."""
         before = _upstream(set(self.readers) | set(self.producers))
         heads = [
             node
             for node in graph.nodes
-            if op_name(node) in _GEMMS and node not in self.producers and node not in before | self.backward
+            if op_name(node) in _GEMMS and node not in self.producers and node not in before and _is_forward(node)
         ]
         return _closure(heads, lambda node: True)
 
     def reason_against(self, node: fx.Node) -> str:
-        """Why a saved tensor is to stay as it is; ``""`` if nothing speaks against storing it in another format."""
+        """Why a saved tensor is to stay as it is, whatever the options are; ``""`` if nothing speaks against storing it
+        in another format."""
         value = tensor_of(node)
         root = root_of(node)
+        if _is_packed(root):
+            return PACKED
         if value is None or type(value).__name__ != "FakeTensor":
             return "not a plain tensor"
         if not value.dtype.is_floating_point or value.dtype.itemsize < 2:
             return _NOT_FLOAT
-        if root in self.static:
+        if root in self.weights or root_of(node, _VIEWS | _CASTS) in self.static:
             return PARAMETER
         if root in self.returned:
             return "returned to the caller"
@@ -325,11 +392,17 @@ class Attribution:
             return "depends on nothing that is trained"
         if node in self.infinite:
             return "may hold infinities"
-        if root in self.statistics:
+        if root in self.statistics and root not in self.readers:
             return "statistics of a softmax or a norm"
-        if node in self.loss_head and not self.options.loss_head:
+        return ""
+
+    def reason_in(self, node: fx.Node, options: AllSaved) -> str:
+        """Why a saved tensor of a unit with these options is to stay as it is; ``""`` if nothing speaks against it."""
+        value = tensor_of(node)
+        assert value is not None
+        if node in self.loss_head and not options.loss_head:
             return "loss head"
-        if value.dim() == 0 or bytes_of(value) < self.options.min_bytes:
+        if value.dim() == 0 or bytes_of(value) < options.min_bytes:
             return "small"
         return ""
 
@@ -339,15 +412,15 @@ class Attribution:
         if root in self.readers:
             return Belongs(tuple(self.readers[root]), "input")
         role = self.roles.get(root, "")
-        made_by = _nearest(root, lambda n: n.all_input_nodes, self.producers.get, self.backward)
+        made_by = self._nearest(root, lambda n: n.all_input_nodes, self.producers.get)
         if made_by is not None:
             return Belongs((made_by,), role or ("output" if root in self.producers else _made_by(root)))
-        read_by = _nearest(root, lambda n: n.users, lambda n: self.readers.get(n, [None])[0], self.backward)
+        read_by = self._nearest(root, lambda n: n.users, lambda n: self.readers.get(n, [None])[0])
         return None if read_by is None else Belongs((read_by,), role or _made_by(root))
 
-    def needs_precision(self, node: fx.Node) -> bool:
+    def needs_precision(self, node: fx.Node, options: AllSaved) -> bool:
         """Whether it is the query or key of an attention, which 4 and 2 bits are too few for (see AllSaved)."""
-        return self.options.attention == "int8" and self.roles.get(root_of(node)) in ("query", "key")
+        return options.attention == "int8" and self.roles.get(root_of(node)) in ("query", "key")
 
 
 def _closure(start: Iterable[fx.Node], passes: Callable[[fx.Node], bool]) -> set[fx.Node]:
@@ -373,31 +446,17 @@ def _upstream(start: Iterable[fx.Node]) -> set[fx.Node]:
     return found
 
 
-def _nearest(
-    start: fx.Node,
-    neighbours: Callable[[fx.Node], Iterable[fx.Node]],
-    unit_at: Callable[[fx.Node], JointUnit | None],
-    outside: set[fx.Node],
-) -> JointUnit | None:
-    """The unit at the node nearest to ``start``; operations that only reshape count nothing (0-1 breadth-first)."""
-    queue: deque[tuple[int, fx.Node]] = deque([(0, start)])
-    best: dict[fx.Node, int] = {start: 0}
-    while queue:
-        distance, node = queue.popleft()
-        if distance > best[node]:
-            continue
-        unit = unit_at(node)
-        if unit is not None:
-            return unit
-        for neighbour in neighbours(node):
-            if neighbour in outside or neighbour.op == "output":
-                continue
-            free = op_name(node) in _VIEWS | _SLICES
-            further = distance + (0 if free else 1)
-            if further < best.get(neighbour, 1 << 30):
-                best[neighbour] = further
-                (queue.appendleft if free else queue.append)((further, neighbour))
-    return None
+def _is_forward(node: fx.Node) -> bool:
+    return node.meta.get("partitioner_tag") != "is_backward" and not node.name.startswith("tangents")
+
+
+def _is_packed(node: fx.Node) -> bool:
+    """Whether a node is part of what a packing operator made."""
+    if node.target is not operator.getitem:
+        return False
+    source = node.args[0]
+    assert isinstance(source, fx.Node)
+    return source.target in (ops.save_low.default, ops.save_high.default)
 
 
 def _is_infinite(node: fx.Node) -> bool:
@@ -462,6 +521,6 @@ def _attention_roles(graph: fx.Graph) -> dict[fx.Node, str]:
 
 
 __all__ = [
-    "PARAMETER", "Attribution", "Belongs", "JointUnit", "Place", "bytes_of", "find_units", "is_attention", "op_name",
-    "root_of", "tensor_of", "unfold", "views_to",
+    "PACKED", "PARAMETER", "Attribution", "Belongs", "JointUnit", "Place", "bytes_of", "find_units",
+    "is_attention", "memory_of", "op_name", "root_of", "tensor_of", "unfold",
 ]  # fmt: skip

@@ -24,7 +24,6 @@ import json
 import math
 import operator
 import sys
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -43,7 +42,17 @@ from torch.fx.experimental.symbolic_shapes import compute_unbacked_bindings
 from gnmr_fx import formats, physical, recipe, scope
 from gnmr_fx import ops as ops_module
 from gnmr_fx.passes import attribute
-from gnmr_fx.passes.attribute import PARAMETER, Attribution, Place, find_units, tensor_of, unfold, views_to
+from gnmr_fx.passes.attribute import (
+    PACKED,
+    PARAMETER,
+    Attribution,
+    Belongs,
+    Place,
+    find_units,
+    memory_of,
+    tensor_of,
+    unfold,
+)
 from gnmr_fx.physical import Physical
 from gnmr_fx.recipe import Format, at_least_8_bits
 
@@ -105,15 +114,14 @@ def pack(
     returned = {node for node in outputs[:num_outputs] if isinstance(node, fx.Node)}
     # The backward takes sizes first, then the saved tensors in their order.
     arriving = [n for n in backward.graph.find_nodes(op="placeholder") if tensor_of(n) is not None]
-    pairs = list(zip([n for n in saved if tensor_of(n) is not None], arriving, strict=False))
     move = _Move(forward.graph, backward.graph)
     tensors: list[fx.Node] = []
     left: list[Mapping[str, Any]] = []
-    for node, incoming in join_views(backward.graph, pairs, places):
+    for node, incoming in zip([n for n in saved if tensor_of(n) is not None], arriving, strict=False):
         place = _final_place(node, incoming, places, returned)
         if place.reason:
             tensors.append(node)
-            if place.reason != PARAMETER:
+            if place.reason not in (PACKED, PARAMETER):
                 left.append(place.describe(node))
         else:
             tensors += move.tensor(node, incoming, place)
@@ -123,46 +131,6 @@ def pack(
     for module in (forward, backward):
         module.graph.lint()
         module.recompile()
-
-
-def join_views(
-    backward: fx.Graph, pairs: list[tuple[fx.Node, fx.Node]], places: Mapping[str, Place]
-) -> list[tuple[fx.Node, fx.Node]]:
-    """Save tensors that are views of one and the same but once, as that one; the backward makes the views again.
-
-    Args:
-        pairs: each saved tensor, in the forward and as it arrives in the backward.
-
-    Returns:
-        The pairs that are left.
-    """
-    roots = {node: views_to(node) for node, _ in pairs}
-    groups: dict[fx.Node, list[tuple[fx.Node, fx.Node]]] = defaultdict(list)
-    for node, incoming in pairs:
-        groups[roots[node][0]].append((node, incoming))
-    joined: dict[fx.Node, fx.Node] = {}
-    left = []
-    for node, incoming in pairs:
-        root = roots[node][0]
-        members = groups[root]
-        flags = {bool(member.meta.get(_NO_VERSION_CHECK)) for member, _ in members}
-        if len(members) == 1 or len(flags) > 1 or places.get(root.name, Place("unknown")).reason:
-            left.append((node, incoming))
-            continue
-        if root not in joined:
-            with backward.inserting_before(incoming):
-                joined[root] = backward.placeholder(f"whole_{root.name}")
-            joined[root].meta["val"] = root.meta["val"]
-            if flags == {True}:
-                root.meta[_NO_VERSION_CHECK] = True
-            left.append((root, joined[root]))
-        view = joined[root]
-        with backward.inserting_before(next(n for n in backward.nodes if n in incoming.users)):
-            for made in roots[node][1]:
-                view = _call(backward, made.target, (view, *made.args[1:]))
-        incoming.replace_all_uses_with(view)
-        backward.erase_node(incoming)
-    return left
 
 
 def _final_place(node: fx.Node, incoming: fx.Node, places: Mapping[str, Place], returned: set[fx.Node]) -> Place:
@@ -197,6 +165,8 @@ class _Move:
     def __init__(self, forward: fx.Graph, backward: fx.Graph) -> None:
         self.forward, self.backward = forward, backward
         self.sizes_added: list[fx.Node] = []
+        # The memory that is stored already -> its shape as stored, and its pieces in the backward.
+        self.stored: dict[tuple[fx.Node, str, str], tuple[list[Any], list[fx.Node]]] = {}
         placeholders = backward.find_nodes(op="placeholder")
         self.sizes = {str(n.meta["val"].node.expr): n for n in placeholders if isinstance(n.meta.get("val"), SymInt)}
         with backward.inserting_before(next(n for n in placeholders if not isinstance(n.meta.get("val"), SymInt))):
@@ -211,7 +181,7 @@ class _Move:
             incoming: the same tensor in the backward, where it is replaced.
 
         Returns:
-            The nodes to save.
+            The nodes to save; none for another view of what is stored already.
         """
         assert place.belongs is not None
         unit = place.belongs.units[0]
@@ -225,21 +195,33 @@ class _Move:
             if physical.is_permuted:
                 placed = _call(self.forward, aten.permute.default, (placed, list(physical.order)))
             sizes = [self._size(placed, dim) for dim in range(len(physical.order))]  # in the backward
-            rows, width = physical.rows, math.prod(placed.meta["val"].shape[physical.rows :])
-            x = placed
-            if len(sizes) != rows + 1:
-                here = [self._forward_size(placed, dim) for dim in range(rows)]
-                x = _call(self.forward, aten.reshape.default, (placed, [*here, width]))
-            guards = [self.inputs[unit.guard.name] for unit in place.belongs.units]
-            seed = None if unit.seed is None else self.inputs[unit.seed.name]
-            kept = _call(self.forward, ops.keep.default, (x, guards, seed, low, high, place.belongs.role))
-            pieces = [_call(self.forward, operator.getitem, (kept, i)) for i in range(4)]
-            self._size(pieces[2], 0)
-        stored = [*sizes[:rows], width if len(sizes) != rows + 1 else sizes[rows]]
-        self._restore(incoming, physical, sizes, stored, pieces, low, high)
+            key = (memory_of(node), low, high)
+            pieces = [] if key in self.stored else self._keep(placed, physical, place.belongs, low, high)
+        if pieces:
+            merged = len(sizes) != physical.rows + 1
+            width = math.prod(placed.meta["val"].shape[physical.rows :]) if merged else sizes[physical.rows]
+            with self.backward.inserting_before(incoming):
+                arrived = [self._placeholder(piece) for piece in pieces]
+            self.stored[key] = [*sizes[: physical.rows], width], arrived
+        self._restore(incoming, physical, sizes, *self.stored[key], low, high)
         if node.meta.get(_NO_VERSION_CHECK):
             for piece in pieces:
                 piece.meta[_NO_VERSION_CHECK] = True
+        return pieces
+
+    def _keep(self, placed: fx.Node, physical: Physical, belongs: Belongs, low: str, high: str) -> list[fx.Node]:
+        """The payloads and scales of ``placed``, whose dimensions lie in memory in their order."""
+        rows, x = physical.rows, placed
+        if len(physical.order) != rows + 1:
+            here = [self._forward_size(placed, dim) for dim in range(rows)]
+            width = math.prod(placed.meta["val"].shape[rows:])
+            x = _call(self.forward, aten.reshape.default, (placed, [*here, width]))
+        unit = belongs.units[0]
+        guards = [self.inputs[unit.guard.name] for unit in belongs.units]
+        seed = None if unit.seed is None else self.inputs[unit.seed.name]
+        kept = _call(self.forward, ops.keep.default, (x, guards, seed, low, high, belongs.role))
+        pieces = [_call(self.forward, operator.getitem, (kept, i)) for i in range(4)]
+        self._size(pieces[2], 0)
         return pieces
 
     def _restore(
@@ -248,17 +230,15 @@ class _Move:
         physical: Physical,
         sizes: list[Any],
         stored: list[Any],
-        pieces: list[fx.Node],
+        arrived: list[fx.Node],
         low: str,
         high: str,
     ) -> None:
-        """Replace the tensor ``incoming`` to the backward by ``pieces`` of it, decoded where it is first used."""
+        """Replace the tensor ``incoming`` to the backward by its pieces there, decoded where it is first used."""
         value = incoming.meta["val"]
-        with self.backward.inserting_before(incoming):
-            arrived = [self._placeholder(piece) for piece in pieces]
         with self.backward.inserting_before(next(n for n in self.backward.nodes if n in incoming.users)):
             x = _call(self.backward, ops.restore.default, (*arrived, low, high, stored, value.dtype))
-            if len(stored) != len(sizes):
+            if stored != sizes:
                 x = _call(self.backward, aten.view.default, (x, sizes))
             if physical.is_permuted:
                 x = _call(self.backward, aten.permute.default, (x, physical.inverse))

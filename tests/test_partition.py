@@ -25,6 +25,7 @@ from torch._dynamo.utils import counters
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor import config as inductor_config
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
+from torch.nn.utils.parametrizations import weight_norm
 from torch.utils.checkpoint import checkpoint
 
 import gnmr_fx
@@ -411,6 +412,115 @@ def test_graphs_of_others_are_handed_on_untouched() -> None:
         torch.compile(model, backend=backend)(x).sum().backward()
         texts.append([str(graph.graph) for graph in backend.graphs])
     assert texts[0] == texts[1]
+
+
+# Several models, and what is no activation ------------------------------------------------------------------------
+
+
+def chain(seed: int, depth: int = 3) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(*(layer for _ in range(depth) for layer in (nn.Linear(32, 32), nn.Tanh()))).train()
+
+
+def in_one_graph(first: nn.Module, second: nn.Module, follows: bool = True) -> Built:
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = first, second
+
+        def forward(self, x: Tensor) -> Tensor:
+            made = self.first(x)
+            return self.second(made) if follows else self.second(x) + made
+
+    torch.manual_seed(0)
+    return Built(Both().train(), (torch.randn(8, 32),), {}, lambda out: out.square().mean())
+
+
+@pytest.mark.parametrize("follows", [False, True])
+def test_another_models_projections_in_the_graph_stay_as_they_are(follows: bool) -> None:
+    everything, projections = chain(0), chain(1)
+    built = in_one_graph(everything, projections, follows)
+    expected = gradients(built, built.model)
+    gnmr_fx.instrument(everything, Recipe(Format("int8"), Format("int8")), scope=EVERYTHING)
+    gnmr_fx.instrument(projections, Recipe(Format("int8"), Format("int8")))
+    found = gradients(built, torch.compile(built.model, backend=interpreted()))
+    assert relative_error(found, expected) < 0.01  # an encoding that is encoded again, with its scales, is far off
+    assert {role for own in roles(projections).values() for role in own} == {"input"}
+    assert all(row.seen for row in gnmr_fx.table(projections).units)
+    assert not any("save_" in role for own in roles(everything).values() for role in own)
+    assert not any("save_" in role for role, _ in left(everything))
+
+
+def test_two_models_in_one_graph_have_options_and_tables_of_their_own() -> None:
+    first, second = chain(0), chain(1, depth=5)
+    built = in_one_graph(first, second)
+    expected = gradients(built, built.model)
+    gnmr_fx.instrument(first, Recipe(Format("int8"), Format("int8")), scope=EVERYTHING)
+    gnmr_fx.instrument(second, LOW, scope=gnmr_fx.AllSaved(min_bytes=1 << 20))
+    found = gradients(built, torch.compile(built.model, backend=interpreted()))
+    assert 0 < relative_error(found, expected) < 0.01
+    assert all(unit.observation.scope == "all" for m in (first, second) for unit in gnmr_fx.controller(m).units)
+    assert all(roles(first)[name] == ["input"] for name in ("2", "4"))
+    assert not any(roles(second).values())
+    assert "small" in left(second).values()
+    assert "small" not in left(first).values()
+
+
+def test_weights_are_not_stored() -> None:
+    class Weights(nn.Module):
+        """Cast by autocast, computed by weight normalization, and of a convolution."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(24, 24), weight_norm(nn.Linear(24, 24))
+            self.conv, self.c = weight_norm(nn.Conv1d(8, 8, 3)), nn.Linear(22, 24)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.b(torch.tanh(self.a(x)))
+            with torch.autocast("cpu", torch.bfloat16):
+                return torch.tanh(self.c(self.conv(x))).sin()
+
+    torch.manual_seed(0)
+    model = gnmr_fx.instrument(Weights().train(), LOW, scope=EVERYTHING)
+    built = Built(model, (torch.randn(4, 8, 24),), {}, lambda out: out.float().square().mean())
+    sizes = {p.numel() for p in model.parameters()}
+    gradients(built, torch.compile(model, backend=interpreted()))
+    stored = {a["rows"] * a["width"] for row in gnmr_fx.table(model).units for a in row.activations}
+    assert stored
+    assert not stored & sizes
+    assert "connected to no unit" not in left(model).values()
+
+
+def test_a_view_that_the_backward_takes_is_stored_like_what_it_views() -> None:
+    class Attention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.MultiheadAttention(32, 4, batch_first=True), nn.Linear(32, 32)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.b(torch.tanh(self.a(x, x, x, need_weights=True)[0]))
+
+    torch.manual_seed(0)
+    model = gnmr_fx.instrument(Attention().train(), LOW, scope=EVERYTHING)
+    built = Built(model, (torch.randn(2, 12, 32),), {}, lambda out: out.square().mean())
+    gradients(built, torch.compile(model, backend=interpreted()))
+    assert "made by the partitioner" not in left(model).values()
+
+
+def test_a_sum_that_a_unit_reads_is_an_activation() -> None:
+    class Pooled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(32, 32), nn.Linear(32, 32)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.b(F.gelu(self.a(x)).sum(1))
+
+    torch.manual_seed(0)
+    model = gnmr_fx.instrument(Pooled().train(), LOW, scope=EVERYTHING)
+    built = Built(model, (torch.randn(4, 8, 32),), {}, lambda out: out.square().mean())
+    gradients(built, torch.compile(model, backend=interpreted()))
+    assert roles(model)["b"] == ["input"]
 
 
 # Other backends ---------------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils.parametrizations import weight_norm
 from torch.utils.checkpoint import checkpoint
 
 import gnmr_fx
@@ -76,6 +77,8 @@ def held(built: Built) -> dict[int, int]:
 def _tensors(raw: Any) -> list[Tensor]:
     """What a saved variable holds: what its hook has made of the tensor, or the tensor itself."""
     kept = raw.data if hasattr(raw, "data") else raw
+    if isinstance(kept, saved.AsItIs):
+        return [kept.tensor]
     return list(kept.encoded) if isinstance(kept, saved.Packed) else [kept] if isinstance(kept, Tensor) else []
 
 
@@ -155,6 +158,24 @@ def test_memory_that_several_operators_save_is_stored_once() -> None:
     assert len(set(made)) == len(made)
 
 
+def test_memory_with_gaps_is_not_taken_for_other_memory_of_its_size() -> None:
+    class Overlapping(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(16, 32), nn.Linear(16, 16)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.a(x)  # each of these has 128 elements and starts where y does
+            left, even, top = y[:, :16].sin(), y[:, ::2].sin(), y[:4].sin().view(8, 16)
+            return self.b(left) + self.b(even) + self.b(top)
+
+    torch.manual_seed(0)
+    built = Built(Overlapping().train(), (torch.randn(8, 16),), {}, lambda out: out.square().sum())
+    expected = gradients(built)
+    gnmr_fx.instrument(built.model, Recipe(Format("int8"), Format("int8")), scope=EVERYTHING)
+    assert relative_error(gradients(built), expected) < 0.02
+
+
 def test_what_checkpointing_drops_is_not_kept() -> None:
     class Blocks(nn.Module):
         def __init__(self) -> None:
@@ -224,6 +245,27 @@ def test_parameters_in_another_dtype_are_not_stored() -> None:
     assert not any((a["rows"], a["width"]) == (32, 32) for row in gnmr_fx.table(model).units for a in row.activations)
 
 
+def test_computed_weights_are_not_stored() -> None:
+    class Weights(nn.Module):
+        """By weight normalization, of a projection and of a convolution."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(24, 24), weight_norm(nn.Linear(24, 24))
+            self.conv, self.c = weight_norm(nn.Conv1d(8, 8, 5)), nn.Linear(20, 24)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.tanh(self.c(self.conv(self.b(torch.tanh(self.a(x))))))
+
+    torch.manual_seed(0)
+    built = Built(Weights().train(), (torch.randn(4, 8, 24),), {}, lambda out: out.square().mean())
+    gnmr_fx.instrument(built.model, LOW, scope=EVERYTHING)
+    gradients(built)
+    stored = {a["rows"] * a["width"] for row in gnmr_fx.table(built.model).units for a in row.activations}
+    assert {4 * 8 * 24, 4 * 8 * 20} <= stored
+    assert not stored & {p.numel() for p in built.model.parameters()}
+
+
 def test_an_in_place_change_of_a_saved_tensor_is_an_error() -> None:
     class InPlace(nn.Module):
         def __init__(self) -> None:
@@ -240,6 +282,53 @@ def test_an_in_place_change_of_a_saved_tensor_is_an_error() -> None:
     model = gnmr_fx.instrument(InPlace().train(), LOW, scope=EVERYTHING)
     with pytest.raises(RuntimeError, match="in-place"):
         model(torch.randn(4, 32)).sum().backward()
+
+
+@pytest.mark.parametrize("saved_is", ["activation", "parameter"])
+def test_an_in_place_change_of_what_is_kept_as_it_is_is_an_error(saved_is: str) -> None:
+    """As in stock PyTorch, which does not look where there are hooks."""
+
+    class InPlace(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.norm = nn.Linear(32, 32), nn.LayerNorm(32)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = torch.sigmoid(self.norm(self.a(x)))
+            return y.mul_(3) if saved_is == "activation" else y
+
+    model = InPlace().train()
+    gnmr_fx.instrument(model, LOW, scope=gnmr_fx.AllSaved(min_bytes=1 << 20))
+    loss = model(torch.randn(4, 32)).sum()
+    if saved_is == "parameter":
+        with torch.no_grad():
+            model.norm.weight.mul_(2)
+    with pytest.raises(RuntimeError, match="in-place"):
+        loss.backward()
+
+
+def test_a_forward_that_fails_leaves_the_next_one_as_it_should_be() -> None:
+    class Fails(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.how = nn.Linear(32, 32), ""
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = torch.sigmoid(self.a(x))
+            if self.how == "raises":
+                raise KeyError(self.how)
+            return y.mul_(3) if self.how == "changes what is saved" else y.sin()
+
+    model = gnmr_fx.instrument(Fails().train(), LOW, scope=EVERYTHING)
+    x = torch.randn(4, 32)
+    for how, error in (("raises", KeyError), ("changes what is saved", RuntimeError)):
+        model.how = how
+        with pytest.raises(error):
+            model(x).sum().backward()
+        model.how = ""
+        model(x).sum().backward()
+        assert "sigmoid" in roles(model)["a"]
+        assert not gnmr_fx.controller(model).saver.active
 
 
 def test_evaluation_and_no_grad_are_stock() -> None:
