@@ -369,7 +369,7 @@ class Attribution:
         heads = [
             node
             for node in graph.nodes
-            if op_name(node) in _GEMMS and node not in self.producers and node not in before and _is_forward(node)
+            if op_name(node) in _GEMMS and node not in self.producers and node not in before | self.backward
         ]
         return _closure(heads, lambda node: True)
 
@@ -444,10 +444,6 @@ def _upstream(start: Iterable[fx.Node]) -> set[fx.Node]:
                 found.add(node)
                 todo.append(node)
     return found
-
-
-def _is_forward(node: fx.Node) -> bool:
-    return node.meta.get("partitioner_tag") != "is_backward" and not node.name.startswith("tangents")
 
 
 def _is_packed(node: fx.Node) -> bool:

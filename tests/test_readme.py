@@ -30,3 +30,11 @@ def test_snippets_run(tmp_path, monkeypatch, capsys):
     assert gnmr_fx.controller(scope["model"]).flags.all()
     assert (tmp_path / "gnmr.pt").exists()
     assert f"alpha={gnmr_fx.GnmrConfig().alpha}, beta={gnmr_fx.GnmrConfig().beta}" in snippets[1]
+
+
+def test_snippets_of_the_docs_run() -> None:
+    for page in sorted((ROOT / "docs").glob("*.md")):
+        scope: dict[str, Any] = {"gnmr_fx": gnmr_fx, "model": llama().model.train()}
+        for snippet in re.findall(r"```python\n(.*?)```", page.read_text(), flags=re.DOTALL):
+            exec(snippet, scope)
+        assert gnmr_fx.table(scope["model"]).scope == gnmr_fx.AllSaved()
