@@ -287,8 +287,9 @@ def plot(results: list[dict[str, Any]], path: Path) -> None:
         axis.set_xticks(range(len(models)), models)
         axis.set_ylabel("kept, ratio to stock")
         axis.set_title(f"{mode}: bytes kept for the backward, loss head left out")
-    axes[0, 0].legend(ncols=3, fontsize=7)
-    figure.tight_layout()
+    handles, labels = axes[-1, 0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="lower center", ncols=len(labels), fontsize=7)
+    figure.tight_layout(rect=(0, 0.04, 1, 1))
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)
 
