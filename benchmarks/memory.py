@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from step import autograd_nodes
 from tabulate import tabulate
 from torch import Tensor, nn
 from tqdm import tqdm
@@ -124,13 +125,7 @@ def kept(loss: Tensor, exclude: list[Tensor]) -> tuple[int, int]:
     own = {t.untyped_storage().data_ptr() for t in exclude}
     everything: dict[int, int] = {}
     head: set[int] = set()
-    nodes, seen = [loss.grad_fn], set()
-    while nodes:
-        node = nodes.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        nodes += [parent for parent, _ in node.next_functions]
+    for node in autograd_nodes(loss):
         for tensor in held_by(node):
             at = tensor.untyped_storage().data_ptr()
             if at not in own:

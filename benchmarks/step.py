@@ -52,19 +52,24 @@ def kept_bytes(loss: Tensor, model: nn.Module) -> int:
     """Bytes of the distinct storages that the autograd graph of ``loss`` keeps, those of the model left out."""
     own = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
     found: dict[int, int] = {}
-    seen: set[Any] = set()
-    nodes = [loss.grad_fn]
-    while nodes:
-        node = nodes.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
+    for node in autograd_nodes(loss):
         for tensor in _saved(node):
             storage = tensor.untyped_storage()
             if storage.data_ptr() not in own:
                 found[storage.data_ptr()] = storage.nbytes()
-        nodes += [parent for parent, _ in node.next_functions]
     return sum(found.values())
+
+
+def autograd_nodes(loss: Tensor) -> Iterator[Any]:
+    """Every node of the autograd graph behind ``loss``, once."""
+    seen: set[Any] = set()
+    nodes = [loss.grad_fn]
+    while nodes:
+        node = nodes.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            nodes += [parent for parent, _ in node.next_functions]
+            yield node
 
 
 def _saved(node: Any) -> Iterator[Tensor]:

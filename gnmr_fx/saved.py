@@ -14,21 +14,19 @@ from __future__ import annotations
 
 import functools
 import re
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils.weak import TensorWeakRef
 
 from gnmr_fx import kernels
 from gnmr_fx.formats import Encoded
 from gnmr_fx.physical import Physical
 from gnmr_fx.recipe import Format, at_least_8_bits
 from gnmr_fx.scope import AllSaved
-from gnmr_fx.units import UNIT_KEY, Handle, Kept, mark
+from gnmr_fx.units import UNIT_KEY, Handle, Kept, Memo, mark
 
 LOSS_HEAD = "loss head"
 """Stands for the output head where a unit's handle stands for the unit; and why what comes after is left alone."""
@@ -133,45 +131,10 @@ def _check_unchanged(x: Tensor, version: int) -> None:
         )
 
 
-class Blocks:
-    """The memory that is stored already: address, extent and version -> its encoding, as long as both are alive."""
-
-    MAX_ENTRIES = 256
-
-    def __init__(self) -> None:
-        self._entries: OrderedDict[
-            tuple[Any, ...], tuple[StorageWeakRef, TensorWeakRef, TensorWeakRef, tuple[int, ...]]
-        ] = OrderedDict()
-
-    @staticmethod
-    def key(x: Tensor, spec: str) -> tuple[Any, ...]:
-        """Identifies the memory of ``x`` in format ``spec``: in whatever shape, unless it has gaps."""
-        place = (x.numel(),) if x.is_contiguous() else (x.shape, x.stride())
-        return (x.untyped_storage()._cdata, x.storage_offset(), place, x._version, x.dtype, spec)
-
-    def get(self, key: tuple[Any, ...]) -> tuple[Encoded, tuple[int, ...]] | None:
-        """The encoding, and the shape it was encoded in."""
-        entry = self._entries.get(key)
-        if entry is None:
-            return None
-        storage, payload, scales, shape = entry[0], entry[1](), entry[2](), entry[3]
-        if storage.expired() or payload is None or scales is None:
-            return None
-        return Encoded(payload, scales), shape
-
-    def put(self, key: tuple[Any, ...], x: Tensor, encoded: Encoded, shape: tuple[int, ...]) -> None:
-        """Remember that the memory of ``x`` is stored as ``encoded``."""
-        references = (TensorWeakRef(encoded.payload), TensorWeakRef(encoded.scales))
-        self._entries[key] = (StorageWeakRef(x.untyped_storage()), *references, shape)
-        while len(self._entries) > self.MAX_ENTRIES:
-            self._entries.popitem(last=False)
-
-    def clear(self) -> None:
-        """Forget everything."""
-        self._entries.clear()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Blocks, ()
+def block_key(x: Tensor, spec: str) -> tuple[Any, ...]:
+    """Identifies the memory of ``x`` in format ``spec``: in whatever shape, unless it has gaps."""
+    place = (x.numel(),) if x.is_contiguous() else (x.shape, x.stride())
+    return (x.untyped_storage()._cdata, x.storage_offset(), place, x._version, x.dtype, spec)
 
 
 class Saver:
@@ -190,7 +153,7 @@ class Saver:
     def __init__(self, options: AllSaved) -> None:
         self.options = options
         self.active = False
-        self.blocks = Blocks()
+        self.blocks = Memo()
         self.left: dict[Left, None] = {}
         self._waiting: deque[Packed] = deque()
 
@@ -251,12 +214,12 @@ class Saver:
         if not self._shares(x):
             return None
         self._settle()
-        return self.blocks.get(Blocks.key(x, spec))
+        return self.blocks.stored(block_key(x, spec))
 
     def remember(self, x: Tensor, spec: str, encoded: Encoded) -> None:
         """The memory of ``x`` is stored as ``encoded``."""
         if self._shares(x):
-            self.blocks.put(Blocks.key(x, spec), x, encoded, tuple(x.shape))
+            self.blocks.put(block_key(x, spec), x, encoded)
 
     def _shares(self, x: Tensor) -> bool:
         """Whether what ``x`` is stored as may be shared: not inside a checkpointed region, which is run again alone."""
@@ -281,13 +244,13 @@ class Saver:
         spec = high if bool(handle.guard) else low
         physical = Physical.of(x, _parse(low))
         block = physical.block(x)
-        key = Blocks.key(block, spec)
-        found = self.blocks.get(key)
+        key = block_key(block, spec)
+        found = self.blocks.stored(key)
         if found is None:
             handle.observation.add(Kept(tuple(block.shape), x.dtype, packed.role, low))
             found = kernels.encode(block, _parse(spec), handle.seed), tuple(block.shape)
             if block.untyped_storage()._cdata == x.untyped_storage()._cdata:  # else a copy, as it had gaps
-                self.blocks.put(key, block, *found)
+                self.blocks.put(key, block, found[0])
         packed.encoded, packed.stored = found
         packed.spec, packed.dtype, packed.physical, packed.size = spec, x.dtype, physical, tuple(x.shape)
 

@@ -34,7 +34,9 @@ class Memo:
     MAX_ENTRIES = 256
 
     def __init__(self) -> None:
-        self._entries: OrderedDict[tuple[Any, ...], tuple[StorageWeakRef, TensorWeakRef, TensorWeakRef]] = OrderedDict()
+        self._entries: OrderedDict[
+            tuple[Any, ...], tuple[StorageWeakRef, TensorWeakRef, TensorWeakRef, tuple[int, ...]]
+        ] = OrderedDict()
 
     @staticmethod
     def key(x: Tensor, dtype: torch.dtype, fmt: str) -> tuple[Any, ...] | None:
@@ -46,13 +48,18 @@ class Memo:
 
     def get(self, key: tuple[Any, ...] | None) -> Encoded | None:
         """The encoding stored under ``key``, if it and its input are both alive."""
+        found = self.stored(key)
+        return None if found is None else found[0]
+
+    def stored(self, key: tuple[Any, ...] | None) -> tuple[Encoded, tuple[int, ...]] | None:
+        """Like :meth:`get`, with the shape of the input that was put there."""
         entry = self._entries.get(key) if key is not None else None
         if entry is None:
             return None
-        storage, payload, scales = entry[0], entry[1](), entry[2]()
+        storage, payload, scales, shape = entry[0], entry[1](), entry[2](), entry[3]
         if storage.expired() or payload is None or scales is None:
             return None
-        return Encoded(payload, scales)
+        return Encoded(payload, scales), shape
 
     def put(self, key: tuple[Any, ...] | None, x: Tensor, encoded: Encoded) -> None:
         """Remember that ``x`` is encoded as ``encoded``."""
@@ -62,6 +69,7 @@ class Memo:
             StorageWeakRef(x.untyped_storage()),
             TensorWeakRef(encoded.payload),
             TensorWeakRef(encoded.scales),
+            tuple(x.shape),
         )
         while len(self._entries) > self.MAX_ENTRIES:
             self._entries.popitem(last=False)

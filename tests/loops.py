@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,8 @@ from torch import Tensor, nn
 
 import gnmr_fx
 from gnmr_fx import formats, kernels
+from tests.models import Built
+from tests.toys import Decoder
 
 CONFIG = gnmr_fx.GnmrConfig(alpha=1.2, beta=1.2, window=3, lock_steps=4, warmup_steps=3)
 
@@ -49,3 +52,39 @@ def trained_model() -> nn.Module:
     model = gnmr_fx.instrument(chain(4), max_active=2, config=CONFIG)
     train(model, noisy(24))
     return model
+
+
+def decoder(blocks: int = 1) -> Built:
+    """A small language model that returns its loss, and its input."""
+    torch.manual_seed(0)
+    return Built(Decoder(blocks=blocks).train(), (torch.randint(0, 48, (2, 8)),), {}, lambda loss: loss)
+
+
+def gradients(built: Built, call: Callable[..., Any] | None = None) -> dict[str, Tensor]:
+    """Of every parameter, by one call of the model, or of ``call`` in its place."""
+    built.model.zero_grad(set_to_none=True)
+    built.loss((built.model if call is None else call)(*built.args, **built.kwargs)).backward()
+    return {name: p.grad.clone() for name, p in built.model.named_parameters() if p.grad is not None}
+
+
+def relative_error(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+    """Of the whole gradient."""
+    assert found.keys() == expected.keys()
+    difference = sum(float((found[k].double() - expected[k].double()).square().sum()) for k in expected)
+    return (difference / sum(float(g.double().square().sum()) for g in expected.values())) ** 0.5
+
+
+def roles(model: nn.Module) -> dict[str, list[str]]:
+    """What each unit stores, sorted."""
+    return {row.unit: sorted(a["role"] for a in row.activations) for row in gnmr_fx.table(model).units}
+
+
+def autograd_nodes(loss: Tensor) -> Iterator[Any]:
+    """Every node of the autograd graph behind ``loss``, once."""
+    todo, seen = [loss.grad_fn], set()
+    while todo:
+        node = todo.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            todo += [following for following, _ in node.next_functions]
+            yield node

@@ -25,6 +25,7 @@ from torch.utils.checkpoint import checkpoint
 import gnmr_fx
 from gnmr_fx import errors, formats, kernels
 from gnmr_fx.instrument import ModelController
+from tests.loops import autograd_nodes
 from tests.models import Built, SharedModule, llama
 
 LOSSLESS, LOSSY = "saved-int4-bf16", "saved-int4-int8"
@@ -161,13 +162,7 @@ def test_bytes_held_in_eager_mode() -> None:
 def compiled_saved(loss: Tensor, exclude: Iterable[Tensor]) -> list[Tensor]:
     """The tensors, one for each storage, that compiled functions hold for the backward of ``loss``."""
     excluded, found = storages(exclude), {}
-    todo, seen = [loss.grad_fn], set()
-    while todo:
-        node = todo.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        todo += [following for following, _ in node.next_functions]
+    for node in autograd_nodes(loss):
         if "CompiledFunction" in node.name():
             found.update({t.untyped_storage().data_ptr(): t for t in node.saved_tensors if isinstance(t, Tensor)})
     assert found, "no compiled function behind the loss"

@@ -31,10 +31,9 @@ from torch.utils.checkpoint import checkpoint
 import gnmr_fx
 from gnmr_fx import Format, Recipe, units
 from gnmr_fx.passes.partition import Partitioner
-from tests.loops import readable_kernels
+from tests.loops import decoder, gradients, readable_kernels, relative_error, roles
 from tests.models import CASES, Built, instrument_options
 from tests.test_guarantees import compiled_saved
-from tests.toys import Decoder
 
 EVERYTHING = gnmr_fx.AllSaved(min_bytes=0)
 LOSSLESS = Recipe(Format("none"), Format("bf16"))
@@ -73,24 +72,6 @@ def interpreted(partitioner: Any = None) -> Callable[..., Any]:
     return compile_
 
 
-def decoder(blocks: int = 1) -> Built:
-    torch.manual_seed(0)
-    return Built(Decoder(blocks=blocks).train(), (torch.randint(0, 48, (2, 8)),), {}, lambda loss: loss)
-
-
-def gradients(built: Built, call: Callable[..., Any]) -> dict[str, Tensor]:
-    built.model.zero_grad(set_to_none=True)
-    built.loss(call(*built.args, **built.kwargs)).backward()
-    return {name: p.grad.clone() for name, p in built.model.named_parameters() if p.grad is not None}
-
-
-def relative_error(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
-    """Of the whole gradient."""
-    assert found.keys() == expected.keys()
-    difference = sum(float((found[k].double() - expected[k].double()).square().sum()) for k in expected)
-    return (difference / sum(float(g.double().square().sum()) for g in expected.values())) ** 0.5
-
-
 def saved_bytes(built: Built, call: Callable[..., Any]) -> int:
     exclude = [*built.model.parameters(), *built.model.buffers(), *built.args]
     loss = built.loss(call(*built.args, **built.kwargs))
@@ -102,10 +83,6 @@ def saved_bytes(built: Built, call: Callable[..., Any]) -> int:
 def left(model: nn.Module) -> dict[tuple[str, str], str]:
     """(role, dtype) of what is kept as it is -> why."""
     return {(item["role"], item["dtype"]): item["reason"] for item in gnmr_fx.table(model).kept_as_it_is}
-
-
-def roles(model: nn.Module) -> dict[str, list[str]]:
-    return {row.unit: [a["role"] for a in row.activations] for row in gnmr_fx.table(model).units}
 
 
 # What is stored, and for whom -------------------------------------------------------------------------------------

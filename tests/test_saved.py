@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -17,9 +17,8 @@ from torch.utils.checkpoint import checkpoint
 
 import gnmr_fx
 from gnmr_fx import Format, Recipe, formats, saved
-from tests.loops import readable_kernels
+from tests.loops import autograd_nodes, decoder, gradients, readable_kernels, relative_error, roles
 from tests.models import CASES, Built, cast, instrument_options
-from tests.toys import Decoder
 
 EVERYTHING = gnmr_fx.AllSaved(min_bytes=0)
 LOW = Recipe(Format("int4"), Format("int8"))
@@ -31,23 +30,6 @@ def _readable() -> Iterator[None]:
         yield
 
 
-def decoder(blocks: int = 1) -> Built:
-    torch.manual_seed(0)
-    return Built(Decoder(blocks=blocks).train(), (torch.randint(0, 48, (2, 8)),), {}, lambda loss: loss)
-
-
-def gradients(built: Built, call: Callable[..., Any] | None = None) -> dict[str, Tensor]:
-    built.model.zero_grad(set_to_none=True)
-    built.loss((call or built.model)(*built.args, **built.kwargs)).backward()
-    return {name: p.grad.clone() for name, p in built.model.named_parameters() if p.grad is not None}
-
-
-def relative_error(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
-    assert found.keys() == expected.keys()
-    difference = sum(float((found[k].double() - expected[k].double()).square().sum()) for k in expected)
-    return (difference / sum(float(g.double().square().sum()) for g in expected.values())) ** 0.5
-
-
 def held(built: Built) -> dict[int, int]:
     """Address -> bytes of the storages that the autograd graph holds after a forward, parameters and inputs apart.
 
@@ -55,13 +37,7 @@ def held(built: Built) -> dict[int, int]:
     """
     loss = built.loss(built.model(*built.args, **built.kwargs))
     kept: list[Tensor] = []
-    todo, seen = [loss.grad_fn], set()
-    while todo:
-        node = todo.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        todo += [following for following, _ in node.next_functions]
+    for node in autograd_nodes(loss):
         for name in dir(node):
             if name.startswith("_raw_saved_"):
                 raw = getattr(node, name)
@@ -80,10 +56,6 @@ def _tensors(raw: Any) -> list[Tensor]:
     if isinstance(kept, saved.AsItIs):
         return [kept.tensor]
     return list(kept.encoded) if isinstance(kept, saved.Packed) else [kept] if isinstance(kept, Tensor) else []
-
-
-def roles(model: nn.Module) -> dict[str, list[str]]:
-    return {row.unit: sorted(a["role"] for a in row.activations) for row in gnmr_fx.table(model).units}
 
 
 def test_every_saved_activation_is_stored_and_belongs_to_a_unit() -> None:
