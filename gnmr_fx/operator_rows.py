@@ -38,7 +38,8 @@ class UnitRow:
         bytes_full: what PyTorch keeps: the activation in its own dtype. 0 for what ``stored_with`` counts.
         bytes_low: what the low-cost path keeps. 0 for what ``stored_with`` counts.
         bytes_high: what the recovery path keeps; the unit's own, as under torch.compile; 0 where both paths have
-            one format. (In eager mode, units that share their input share this too, and it replaces the low-cost one instead of joining it.)
+            one format. (In eager mode, units that share their input share this too, and it replaces the low-cost one
+            instead of joining it.)
         stored_with: the first unit of the table that stores this unit's input, or some of it; ``""`` if that is itself.
         guard: ``"low"`` or ``"high"``: the path it is on now.
         times_recovered: how often it went onto the recovery path.
