@@ -136,17 +136,24 @@ class Kernel(NamedTuple):
 
     Attributes:
         name: of the function in torch.
-        run: ``(left, right, dtype) -> Tensor``: the product of ``left`` [M, C] and ``right`` [P, C] transposed.
+        multiply: the function, with its arguments sorted out.
         multiples: what M, P and C have to be multiples of.
         rows: the least M.
         dtypes: of the results it can give.
     """
 
     name: str
-    run: Callable[[Matrix, Matrix, torch.dtype], Tensor]
+    multiply: Callable[[Matrix, Matrix, torch.dtype], Tensor]
     multiples: tuple[int, int, int] = (1, 1, 1)
     rows: int = 1
     dtypes: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16, torch.float32)
+
+    def run(self, left: Matrix, right: Matrix, dtype: torch.dtype) -> Tensor:
+        """The product of ``left`` [M, C] and ``right`` [P, C] transposed, [M, P] in ``dtype``."""
+        if left.codes.numel() == 0 or right.codes.numel() == 0:  # refused by some kernels
+            shape = (left.codes.shape[0], right.codes.shape[0])
+            return torch.zeros(shape, dtype=dtype, device=left.codes.device)
+        return self.multiply(left, right, dtype)
 
 
 class Matrix(NamedTuple):
