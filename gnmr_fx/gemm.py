@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -27,6 +27,7 @@ from gnmr_fx.recipe import FULL, Backend, Format, GemmPaths, GemmRecipe, Operand
 from gnmr_fx.units import Kept, announce, observe, observe_backends
 
 NAMESPACE = "gnmr_fx"
+Seed: TypeAlias = Tensor | int | None
 Gemm = Literal["output", "grad_input", "grad_weight"]
 GEMMS: tuple[Gemm, ...] = ("output", "grad_input", "grad_weight")
 
@@ -106,7 +107,7 @@ def summed(kind: str, extra: str, gemm: Gemm, dims: tuple[int, int], w_dim: int)
     return activation, (inner if gemm == "output" else (-1 if inner == -2 else -2),)
 
 
-def quantized(t: Tensor, dims: tuple[int, ...], fmt: Format, seed: Tensor | None) -> Tensor:
+def quantized(t: Tensor, dims: tuple[int, ...], fmt: Format, seed: Seed) -> Tensor:
     """``t`` as ``fmt`` along ``dims`` gives it back, in the same shape and dtype, of any strides."""
     if fmt == Format("none"):
         return t
@@ -118,7 +119,7 @@ def quantized(t: Tensor, dims: tuple[int, ...], fmt: Format, seed: Tensor | None
     return _along_rows(rows, fmt, seed).view(moved.shape).movedim(tuple(range(-len(ends), 0)), ends)
 
 
-def _along_rows(rows: Tensor, fmt: Format, seed: Tensor | None) -> Tensor:
+def _along_rows(rows: Tensor, fmt: Format, seed: Seed) -> Tensor:
     """Like :func:`gnmr_fx.kernels.roundtrip`, where the length of a row is a number of tokens and changes."""
     length = rows.shape[-1]
     if fmt.granularity == "group" and length % fmt.group_size:
@@ -239,7 +240,7 @@ def native_kernel(operands: Operands, device: torch.device) -> tuple[Kernel | No
     return kernel, ""
 
 
-def _matrix(rows: Tensor, fmt: Format, seed: Tensor | None) -> Matrix:
+def _matrix(rows: Tensor, fmt: Format, seed: Seed) -> Matrix:
     """``rows`` [M, C] in ``fmt``, as kernels take it."""
     encoded = kernels.encode(rows, fmt, seed, dynamic=True)
     return _codes(encoded, fmt, rows.shape)
@@ -356,7 +357,7 @@ def output(
     b: Tensor | None,
     offs: Tensor | None,
     active: bool,
-    seed: Tensor | None,
+    seed: Seed,
     kind: str,
     extra: str,
     spec: Spec,
@@ -398,7 +399,7 @@ def grad_input(
     w: Tensor,
     offs: Tensor | None,
     active: bool,
-    seed: Tensor | None,
+    seed: Seed,
     kind: str,
     extra: str,
     spec: Spec,
@@ -427,7 +428,7 @@ def grad_weight(
     w: Tensor,
     offs: Tensor | None,
     active: bool,
-    seed: Tensor | None,
+    seed: Seed,
     kind: str,
     extra: str,
     spec: Spec,
@@ -482,7 +483,7 @@ def _output_op(
     offs: Tensor | None,
     active: Tensor,
     guard: Tensor,
-    seed: Tensor | None,
+    seed: Seed,
     stored: list[Tensor],
     low: str,
     high: str,
@@ -509,7 +510,7 @@ def _grad_input_op(
     w: Tensor,
     offs: Tensor | None,
     active: Tensor,
-    seed: Tensor | None,
+    seed: Seed,
     size: list[int],
     kind: str,
     extra: str,
@@ -524,7 +525,7 @@ def _grad_weight_op(
     w: Tensor,
     offs: Tensor | None,
     active: Tensor,
-    seed: Tensor | None,
+    seed: Seed,
     kind: str,
     extra: str,
     *spec: str,
@@ -577,7 +578,7 @@ class GuardedGemms(torch.autograd.Function):
         offs: Tensor | None,
         active: Any,
         guard: Tensor,
-        seed: Tensor | None,
+        seed: Seed,
         low_payload: Tensor | None,
         low_scales: Tensor | None,
         high_payload: Tensor | None,
@@ -591,17 +592,17 @@ class GuardedGemms(torch.autograd.Function):
         keeps: bool,
         reports: bool,
     ) -> Tensor:
-        """``active`` is a bool in eager mode and a tensor in a traced graph; ``size`` is the activation's shape as it
-        is stored; ``keeps`` says that a weight gradient will be wanted, ``reports``, that the operator tells the
-        controller of the activation."""
+        """``active`` and ``seed`` are tensors in a traced graph, a bool and an int in eager mode; ``size`` is the
+        activation's shape as it is stored; ``keeps`` says that a weight gradient will be wanted, ``reports``, that the
+        operator tells the controller of the activation."""
         compiling = torch.compiler.is_compiling()
         stores = (low_payload, low_scales, high_payload, high_scales)
         encoded = [part for part in stores if part is not None]
         kept = [*encoded] if encoded else [x] if keeps else []
-        extras = [t for t in (offs, active if compiling else None, seed) if t is not None]
-        ctx.save_for_backward(w, *kept, *extras)
+        traced = [t for t in (offs, *((active, seed) if compiling else ())) if t is not None]
+        ctx.save_for_backward(w, *kept, *traced)
         ctx.layout = (len(kept), offs is not None, seed is not None)
-        ctx.active = None if compiling else active
+        ctx.active, ctx.seed = (None, None) if compiling else (active, seed)
         ctx.kind, ctx.extra, ctx.spec, ctx.low, ctx.high = kind, extra, spec, low, high
         ctx.x_shape, ctx.x_dtype, ctx.b_shape = x.shape, x.dtype, None if b is None else b.shape
         ctx.size = size
@@ -629,7 +630,7 @@ class GuardedGemms(torch.autograd.Function):
         kept, rest = saved[:count], saved[count:]
         offs = rest.pop(0) if has_offs else None
         active = rest.pop(0) if compiling else ctx.active
-        seed = rest.pop(0) if has_seed else None
+        seed = rest.pop(0) if compiling and has_seed else ctx.seed
         kind, extra, spec = ctx.kind, ctx.extra, ctx.spec
         grad_x = grad_w = grad_b = None
         if ctx.needs_input_grad[0]:

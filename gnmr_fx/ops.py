@@ -414,8 +414,10 @@ def _low_precision(
     size = stored_shape(x.shape)
     low: Any = (None, None)
     high: Any = (None, None)
+    seed: Any = handle.seed  # both are taken as they are now: a step may come before the backward
     if eager:
         _refuse_transforms()
+        seed = None if seed is None else int(seed)
         active: Any = False
         if training:
             announce(handle.guard)
@@ -427,13 +429,14 @@ def _low_precision(
             handle.observation.add(Kept(tuple(size), dtype))
     else:
         active = torch.ops.gnmr_fx.latch(handle.guard)
+        seed = None if seed is None else torch.ops.gnmr_fx.latch(seed)
         if stores:
             saved = x.detach().reshape(size)
             low = torch.ops.gnmr_fx.save_low(saved, handle.seed, handle.low)
             high = torch.ops.gnmr_fx.save_high(saved, handle.guard, handle.seed, handle.high, low=handle.low)
     reports = training and keeps and not stores
     return gemm.GuardedGemms.apply(
-        x, w, b, offs, active, handle.guard, handle.seed, *low, *high,
+        x, w, b, offs, active, handle.guard, seed, *low, *high,
         kind, extra, spec, handle.low, handle.high, size, keeps, reports,
     )  # fmt: skip
 

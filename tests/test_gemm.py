@@ -364,6 +364,17 @@ def test_a_guard_that_changes_in_between_does_not_change_the_backward() -> None:
         found = torch.autograd.grad(out, leaves, g)
         for ours, expected in zip(found, run(RECIPES["dsv3-fp6-fp8"], x, w, None, g)[1:], strict=True):
             assert torch.equal(ours, expected)
+        noisy = Format("fp8_e4m3", "token", rounding="stochastic", scale="fp32")
+        recipe = dynamic_gemm(noisy)
+        own = handle(recipe)
+        step = lambda x, w, own=own: guarded_projection("linear", "", x, w, None, None, own, True)  # noqa: E731
+        call = step if backend == "eager" else torch.compile(step, backend=backend, fullgraph=True)
+        out = call(*leaves)
+        assert own.seed is not None
+        own.seed.add_(1)
+        found = torch.autograd.grad(out, leaves, g)
+        for ours, expected in zip(found, run(recipe, x, w, None, g)[1:], strict=True):
+            assert torch.equal(ours, expected)
 
 
 def test_dynamic_lengths_build_no_kernels_and_no_graphs() -> None:
