@@ -44,7 +44,7 @@ def draw(
     events: Sequence[Event],
     first_step: int,
     last_step: int,
-    budget: int,
+    budget: int | None,
     warmup_steps: int,
 ) -> Figure:
     """The figure that :meth:`Report.plot` writes. Leaves pyplot and its backend alone.
@@ -53,7 +53,7 @@ def draw(
         tracks: the periods of each unit, from top to bottom.
         events: marked where a unit was over a threshold or refused by the budget.
         first_step, last_step: the steps that the periods cover.
-        budget: the most units on the recovery path at a time.
+        budget: the most units on the recovery path at a time; None where it does not count units.
         warmup_steps: length of the warm-up.
 
     Raises:
@@ -95,12 +95,14 @@ def draw(
     active = on.sum(0)
     top.stairs(active, edges - 0.5, fill=True, color=_ON)
     top.stairs(active, edges - 0.5, color=_RISKY, linewidth=0.8)
-    top.axhline(budget, color="0.35", linewidth=1, linestyle="--")
-    top.set_ylim(0, 1.4 * max(1, min(budget, rows), active.max()))
+    if budget is not None:
+        top.axhline(budget, color="0.35", linewidth=1, linestyle="--")
+    top.set_ylim(0, 1.4 * max(1, min(budget or 0, rows), active.max()))
     top.set_ylabel("units on\nthe path", fontsize=8)
     top.yaxis.set_major_locator(MaxNLocator(integer=True, nbins=4))
     top.set_title(
-        f"gnmr-fx: recovery of {counted(rows, 'unit')} over {counted(last_step, 'step')}, budget {budget}"
+        f"gnmr-fx: recovery of {counted(rows, 'unit')} over {counted(last_step, 'step')}"
+        + ("" if budget is None else f", budget {budget}")
         + (f" ({width} steps a column)" if width > 1 else ""),
         fontsize=10,
         loc="left",
