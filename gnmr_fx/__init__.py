@@ -5,9 +5,11 @@ model = torch.compile(model)
 print(gnmr_fx.table(model))
 """
 
+from gnmr_fx.audit import Audit, audit
 from gnmr_fx.config import GnmrConfig
 from gnmr_fx.errors import (
     AlreadyInstrumentedError,
+    AuditError,
     BudgetError,
     ConfigError,
     DoubleBackwardError,
@@ -39,6 +41,8 @@ __all__ = [
     "RECIPES",
     "AllSaved",
     "AlreadyInstrumentedError",
+    "Audit",
+    "AuditError",
     "BudgetError",
     "ConfigError",
     "DoubleBackwardError",
@@ -62,6 +66,7 @@ __all__ = [
     "UnknownUnitError",
     "UnsupportedBackendError",
     "UnsupportedTransformError",
+    "audit",
     "controller",
     "instrument",
     "report",

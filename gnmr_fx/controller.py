@@ -490,9 +490,25 @@ def _chosen(candidates: Tensor, risk: Tensor, state: State, costs: Tensor | None
     if config.hysteresis > 1.0:
         risk = torch.where(state.active, risk * config.hysteresis, risk)
     first = state.active if config.hysteresis > 1.0 else None
+    room = float(state.max_active) if costs is None else capacity(state.max_active, costs)
+    return choose(candidates, risk, room, costs, first)
+
+
+def choose(
+    candidates: Tensor, risk: Tensor, room: float, costs: Tensor | None = None, first: Tensor | None = None
+) -> Tensor:
+    """The candidates of highest risk that the budget allows; a mask.
+
+    Args:
+        candidates: bool ``[U]``.
+        risk: float64 ``[U]``, at least 0; may be ``inf``.
+        room: the most units or, with ``costs``, the most that they may cost together.
+        costs: float64 ``[U]``, ``inf`` where not known; None: every unit costs 1.
+        first: bool ``[U]``: these come first in ties. Other ties go to the lower index.
+    """
     if costs is None:
-        return _highest(candidates, risk, int(state.max_active), first)
-    return _knapsack(candidates, risk, costs, capacity(state.max_active, costs), first)
+        return _highest(candidates, risk, int(room), first)
+    return _knapsack(candidates, risk, costs, room, first)
 
 
 def _ranked(key: Tensor, first: Tensor | None) -> Tensor:

@@ -70,6 +70,10 @@ class UnsupportedBackendError(GnmrError, RuntimeError):
     """A model in scope "all" was compiled by a backend on which the partition pass cannot run."""
 
 
+class AuditError(GnmrError, ValueError):
+    """A model, recipe or loss function that :func:`gnmr_fx.audit` cannot measure gaps of."""
+
+
 class InvariantError(GnmrError, RuntimeError):
     """A pass broke one of its stated invariants; a bug in gnmr-fx, not in the model."""
 

@@ -20,12 +20,14 @@ step, as a risk and not as an entry of a history.
 from __future__ import annotations
 
 import collections
+import contextlib
+import copy
 import math
 import statistics
 import time
 import warnings
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -288,6 +290,35 @@ class Controller:
         self._reset_step()
         self._seconds += time.perf_counter() - start
         return decision
+
+    def costs(self) -> list[float]:
+        """What each unit costs on the recovery path, on this rank and by its last pass, in ``config.budget_unit``
+        (bytes where that is units); negative where that is not known."""
+        low, high, unit = self.recipe.low, self.recipe.high, self.config.budget_unit
+        return [cost_of(u, low, high, "bytes" if unit == "units" else unit) for u in self.units]
+
+    @contextlib.contextmanager
+    def undisturbed(self) -> Iterator[None]:
+        """Forwards and gradients inside leave no trace here, and guards may be set at will: for measurements."""
+        flags, seed = self.flags.clone(), int(self.seed)
+        names = ("_round", "_seconds", "_clock", "_order", "_heard_since_foreign_step", "_warned_idle", "_last_group")
+        kept = {name: copy.copy(self.__dict__[name]) for name in names}
+        graphs, observations = dict(self.left_in_graph), [copy.copy(unit.observation) for unit in self.units]
+        probe, self.probe = self.probe, Probe(len(self.units))
+        for unit in self.units:
+            unit.observation.calls, unit.observation.last = {}, dict(unit.observation.last)
+        self._reset_step()
+        self.memo.clear()
+        try:
+            yield
+        finally:
+            self.flags.copy_(flags)
+            self.seed.fill_(seed)
+            self.__dict__.update(kept)
+            self.left_in_graph, self.probe = graphs, probe
+            for unit, observation in zip(self.units, observations, strict=True):
+                unit.observation.__dict__.update(observation.__dict__)
+            self.memo.clear()
 
     def force(self, which: Literal["high", "low"] | Iterable[str] | None) -> None:
         """Pin the guards, budget or not, for debugging and reference runs; ``None`` gives them back to the controller.
@@ -594,7 +625,7 @@ class Controller:
         if measuring:
             table[3:5, :count] = self.probe.sums(device).nan_to_num_(nan=math.inf, posinf=math.inf)
         if priced:
-            costs = torch.tensor(self._costs(), dtype=torch.float64, device=device)
+            costs = torch.tensor(self.costs(), dtype=torch.float64, device=device)
             table[-2, :count], table[-1, :count] = costs.clamp(min=0.0), costs >= 0
         if groups:
             digest = self._digest()
@@ -615,11 +646,6 @@ class Controller:
             _means(*table[3:5, :count]).sqrt_().nan_to_num_(nan=MISSING, posinf=math.inf) if measuring else None,
             _means(*table[-2:, :count]).nan_to_num_(nan=MISSING, posinf=math.inf) if priced else None,
         )
-
-    def _costs(self) -> list[float]:
-        """What each unit costs on the recovery path of this rank; negative where that is not known."""
-        low, high = self.recipe.low, self.recipe.high
-        return [cost_of(unit, low, high, self.config.budget_unit) for unit in self.units]
 
     def _went_non_finite(self) -> Tensor:
         """Bool [units] on the host: those with a norm that was not finite since the last step."""
