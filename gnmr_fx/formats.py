@@ -17,7 +17,7 @@ Storage. ``Encoded(payload, scales)``:
 ========  =================================================  =========================================
 dtype     payload                                            scales
 ========  =================================================  =========================================
-intB      uint8 ``[N, g * B / 8]``, ``8 / B`` codes a byte   bfloat16 ``[N, 2]``: scale, zero point
+intB      uint8 ``[N, g * B / 8]``                           bfloat16 ``[N, 2]``: scale, zero point
 fp8_*     the float8 dtype, ``[N, g]``                       bfloat16 ``[N, 1]``: scale
 bf16      bfloat16 ``[rows, K]``                             bfloat16 ``[rows, 0]``
 none      the dtype of ``x``, ``[rows, K]``                  bfloat16 ``[rows, 0]``
@@ -25,7 +25,8 @@ none      the dtype of ``x``, ``[rows, K]``                  bfloat16 ``[rows, 0
 
 Codes are packed in split order: with ``c = 8 / B`` codes a byte and ``h = g / c``, byte ``j`` of a group
 holds codes ``j, j + h, j + 2h, …``, lowest bits first, so that packing and unpacking touch runs of
-neighbours.
+neighbours. Of int3 8 codes make 3 bytes: with ``h = g / 8``, the codes ``j, j + h, … j + 7h`` are the digits of a
+24-bit number, lowest first, whose bytes, lowest first, are bytes ``j, j + h, j + 2h`` of the group.
 
 Numerics. Arithmetic is in fp32, whatever the dtype of ``x``. Integer formats are torchao's affine
 quantization (``torchao.quantization.quant_primitives``: asymmetric, zero kept exactly) with the scale
@@ -111,8 +112,12 @@ class Layout(NamedTuple):
         return self.groups * self.group - self.width
 
 
-def codes_per_byte(fmt: Format) -> int:
-    return 8 // fmt.bits if fmt.is_integer and fmt.bits else 1
+def packing(fmt: Format) -> tuple[int, int]:
+    """``(codes, bytes)`` of the smallest whole number of bytes that codes are packed in; ``(1, 1)`` where none are."""
+    if not (fmt.is_integer and fmt.bits):
+        return 1, 1
+    shared = math.gcd(fmt.bits, 8)
+    return 8 // shared, fmt.bits // shared
 
 
 def layout(size: Sequence[int], fmt: Format) -> Layout:
@@ -128,9 +133,9 @@ def layout(size: Sequence[int], fmt: Format) -> Layout:
         groups = (width + fmt.group_size - 1) // fmt.group_size
     else:
         groups = torch.sym_min(width, 1)
-    per_byte = codes_per_byte(fmt)
-    divisor = torch.sym_max(groups, 1) * per_byte
-    return Layout(rows, width, groups, (width + divisor - 1) // divisor * per_byte)
+    codes, _ = packing(fmt)
+    divisor = torch.sym_max(groups, 1) * codes
+    return Layout(rows, width, groups, (width + divisor - 1) // divisor * codes)
 
 
 def payload_shape(size: Sequence[int], fmt: Format) -> tuple[int, int]:
@@ -139,7 +144,8 @@ def payload_shape(size: Sequence[int], fmt: Format) -> tuple[int, int]:
     Sizes may be symbolic.
     """
     cut = layout(size, fmt)
-    return cut.total, cut.group // codes_per_byte(fmt)
+    codes, whole_bytes = packing(fmt)
+    return cut.total, cut.group // codes * whole_bytes
 
 
 def scales_shape(size: Sequence[int], fmt: Format) -> tuple[int, int]:
@@ -367,27 +373,39 @@ def _encode_fp8(x: Tensor, fmt: Format, word: int | Tensor) -> tuple[Tensor, Ten
     return torch.clamp(y, -top, top).to(dtype), scale.to(torch.bfloat16)
 
 
-# Packing is arithmetic on fp32, where bytes are exact: a byte is the number whose digits in base 2**bits
-# are its codes. Inductor vectorizes conversions between uint8 and fp32 best; those through int32 it does
-# one by one.
+# Packing is arithmetic on fp32, where numbers of up to 24 bits are exact: a byte (three for int3) is the number whose
+# digits in base 2**bits are its codes. Inductor vectorizes conversions between uint8 and fp32 best; those through
+# int32 it does one by one.
 
 
 def _pack(codes: Tensor, fmt: Format) -> Tensor:
     """Whole-numbered fp32 codes ``[N, g]`` to bytes ``[N, g * bits / 8]``, in split order."""
-    low, *higher = codes.chunk(codes_per_byte(fmt), dim=1)
+    count, size = packing(fmt)
+    low, *higher = codes.chunk(count, dim=1)
     for index, part in enumerate(higher, start=1):
         low = low + part * float(_base(fmt) ** index)
-    return low.to(torch.uint8)
+    return low.to(torch.uint8) if size == 1 else torch.cat(_digits(low, 256, size), dim=1).to(torch.uint8)
 
 
 def _unpack(payload: Tensor, fmt: Format) -> list[Tensor]:
-    """The ``8 / bits`` parts that :func:`_pack` joined, fp32 ``[N, g * bits / 8]`` each."""
-    rest, parts = payload.to(torch.float32), []
-    for _ in range(codes_per_byte(fmt) - 1):
-        higher = torch.floor(rest * (1.0 / _base(fmt)))
-        parts.append(rest - higher * float(_base(fmt)))
-        rest = higher
-    return [*parts, rest]
+    """The parts that :func:`_pack` joined, one after the other, fp32."""
+    count, size = packing(fmt)
+    number = payload.to(torch.float32)
+    if size > 1:
+        number, *higher = number.chunk(size, dim=1)
+        for index, part in enumerate(higher, start=1):
+            number = number + part * float(256**index)
+    return _digits(number, _base(fmt), count)
+
+
+def _digits(number: Tensor, base: int, count: int) -> list[Tensor]:
+    """The ``count`` digits of whole numbers below ``base**count``, lowest first, in fp32; ``base`` is a power of 2."""
+    digits = []
+    for _ in range(count - 1):
+        higher = torch.floor(number * (1.0 / base))
+        digits.append(number - higher * float(base))
+        number = higher
+    return [*digits, number]
 
 
 def _base(fmt: Format) -> int:

@@ -75,7 +75,7 @@ def encode(x: Tensor, fmt: Format, seed: int | Tensor | None = None, *, backend:
         x = x.detach()
     groups = formats.to_groups(x, plan.cut).contiguous()
     if plan.group == 0:
-        groups = groups.view(formats.codes_per_byte(fmt), -1)
+        groups = groups.view(formats.packing(fmt)[0], -1)
     inputs = [groups]
     if fmt.is_stochastic:
         inputs.append(torch.full((), word, dtype=torch.int32, device=x.device))
@@ -102,7 +102,10 @@ def decode(
     if kernel is _unavailable:
         _warn_or_raise(key, backend)
         return formats.decode(encoded, fmt, size, dtype)
-    (groups,) = kernel([payload.contiguous(), scales.contiguous()])
+    payload = payload.contiguous()
+    if plan.group == 0:
+        payload = payload.view(formats.packing(fmt)[1], -1)
+    (groups,) = kernel([payload, scales.contiguous()])
     return formats.from_groups(groups, plan.cut, size)
 
 
@@ -231,16 +234,22 @@ def _compile(key: _Key) -> _Kernel:
 def _graph(
     kind: str, fmt: Format, dtype: torch.dtype, device: torch.device, group: int, symbol: Any
 ) -> tuple[Callable[..., tuple[Tensor, ...]], list[Tensor]]:
-    """The function to trace, and example inputs: ``symbol`` groups, or one group of ``symbol`` bytes."""
-    per_byte = formats.codes_per_byte(fmt)
+    """The function to trace, and example inputs: ``symbol`` groups, or one group packed in ``symbol`` times the least
+    whole number of bytes."""
+    # A dynamic group comes as a matrix of as many rows as it has to be a multiple of, which no plain symbol can say.
+    count, size = formats.packing(fmt)
     if kind == "decode":
-        shape = (symbol, group // per_byte) if group else (1, symbol)
+        shape = (symbol, group // count * size) if group else (size, symbol)
         payload = torch.empty(shape, dtype=formats.payload_dtype(fmt, dtype), device=device)
-        scales = torch.empty((shape[0], 2 if fmt.is_integer else 1), dtype=torch.bfloat16, device=device)
-        return lambda codes, scale: (formats.decode_groups(codes, scale, fmt, dtype),), [payload, scales]
+        groups = symbol if group else 1
+        scales = torch.empty((groups, 2 if fmt.is_integer else 1), dtype=torch.bfloat16, device=device)
 
-    # A dynamic group comes as [codes per byte, bytes]: no plain symbol can say that its size is a multiple.
-    inputs = [torch.empty((symbol, group) if group else (per_byte, symbol), dtype=dtype, device=device)]
+        def decode(codes: Tensor, scale: Tensor) -> tuple[Tensor]:
+            return (formats.decode_groups(codes if group else codes.reshape(1, -1), scale, fmt, dtype),)
+
+        return decode, [payload, scales]
+
+    inputs = [torch.empty((symbol, group) if group else (count, symbol), dtype=dtype, device=device)]
     if fmt.is_stochastic:
         inputs.append(torch.empty((), dtype=torch.int32, device=device))
     return lambda x, *word: formats.encode_groups(x if group else x.reshape(1, -1), fmt, *word), inputs

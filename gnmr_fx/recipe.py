@@ -26,12 +26,12 @@ __all__ = [
     "get_recipe",
 ]
 
-FormatDtype = Literal["int2", "int4", "int8", "fp8_e4m3", "fp8_e5m2", "bf16", "none"]
+FormatDtype = Literal["int2", "int3", "int4", "int8", "fp8_e4m3", "fp8_e5m2", "bf16", "none"]
 Granularity = Literal["tensor", "token", "group"]
 Rounding = Literal["nearest", "stochastic"]
 
 _BITS: Mapping[str, int | None] = MappingProxyType(
-    {"int2": 2, "int4": 4, "int8": 8, "fp8_e4m3": 8, "fp8_e5m2": 8, "bf16": 16, "none": None}
+    {"int2": 2, "int3": 3, "int4": 4, "int8": 8, "fp8_e4m3": 8, "fp8_e5m2": 8, "bf16": 16, "none": None}
 )
 _UNSCALED = ("bf16", "none")
 
@@ -41,8 +41,9 @@ class Format:
     """How one tensor is stored.
 
     Args:
-        dtype: ``"int2"``, ``"int4"``, ``"int8"`` (affine, zero kept exactly), ``"fp8_e4m3"``, ``"fp8_e5m2"``
-            (symmetric), ``"bf16"`` (a plain cast) or ``"none"`` (kept as it is, in its own dtype, lossless).
+        dtype: ``"int2"``, ``"int3"``, ``"int4"``, ``"int8"`` (affine, zero kept exactly), ``"fp8_e4m3"``,
+            ``"fp8_e5m2"`` (symmetric), ``"bf16"`` (a plain cast) or ``"none"`` (kept as it is, in its own dtype,
+            lossless).
         granularity: what shares one scale: the whole ``"tensor"``, a ``"token"`` (a row of the last
             dimension), or a ``"group"`` of at most ``group_size`` neighbours in a row.
         group_size: elements per group, at least 1; only for ``"group"``, otherwise set to 0.
@@ -94,7 +95,7 @@ class Format:
     @property
     def is_integer(self) -> bool:
         """Whether elements are stored as packed integer codes."""
-        return self.dtype in ("int2", "int4", "int8")
+        return self.dtype in ("int2", "int3", "int4", "int8")
 
     @property
     def is_fp8(self) -> bool:
