@@ -5,9 +5,11 @@ model = torch.compile(model)
 print(gnmr_fx.table(model))
 """
 
+from gnmr_fx.audit import Audit, audit
 from gnmr_fx.config import GnmrConfig
 from gnmr_fx.errors import (
     AlreadyInstrumentedError,
+    AuditError,
     BudgetError,
     ConfigError,
     DoubleBackwardError,
@@ -42,6 +44,8 @@ __all__ = [
     "RECIPES",
     "AllSaved",
     "AlreadyInstrumentedError",
+    "Audit",
+    "AuditError",
     "BudgetError",
     "ConfigError",
     "DoubleBackwardError",
@@ -71,6 +75,7 @@ __all__ = [
     "UnsupportedBackendError",
     "UnsupportedTensorError",
     "UnsupportedTransformError",
+    "audit",
     "controller",
     "dsv3",
     "dynamic_gemm",

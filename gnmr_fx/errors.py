@@ -82,6 +82,10 @@ class UnsupportedTensorError(GnmrError, TypeError):
     """A tensor of a kind that a recipe cannot work with."""
 
 
+class AuditError(GnmrError, ValueError):
+    """A model, recipe or loss function that :func:`gnmr_fx.audit` cannot measure gaps of."""
+
+
 class InvariantError(GnmrError, RuntimeError):
     """A pass broke one of its stated invariants; a bug in gnmr-fx, not in the model."""
 

@@ -24,7 +24,7 @@ from gnmr_fx.errors import DoubleBackwardError, FormatError, NativeKernelError, 
 from gnmr_fx.formats import Encoded, from_groups, layout
 from gnmr_fx.projections import KINDS, split_equation
 from gnmr_fx.recipe import FULL, Backend, Format, GemmPaths, GemmRecipe, Operands
-from gnmr_fx.units import Kept, announce, observe, observe_backends
+from gnmr_fx.units import Kept, announce, measure, observe, observe_backends
 
 NAMESPACE = "gnmr_fx"
 Seed: TypeAlias = Tensor | int | None
@@ -67,6 +67,11 @@ def parse_paths(text: str) -> GemmPaths:
     """The paths that a field of :class:`Spec` names."""
     low, _, high = text.partition(" -> ")
     return GemmPaths(Operands.parse(low), Operands.parse(high))
+
+
+def operand_spec(spec: Spec) -> str:
+    """The format in which the low-cost path takes the activation."""
+    return str(parse_paths(spec.output).low.left)
 
 
 def in_force(text: str, active: bool) -> Operands:
@@ -497,6 +502,7 @@ def _output_op(
     if reports:
         observe(guard, Kept(tuple(size), x.dtype))
         announce(guard)
+        measure(guard, x, operand_spec(parsed))
     observe_backends(guard, backends(kind, parsed, x.shape, w, x.dtype))
     kept = None
     if stored and tuple(size) == tuple(x.shape):

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from gnmr_fx.config import GnmrConfig, resolve_budget
+from gnmr_fx.config import GnmrConfig, check_budget, resolve_budget
 from gnmr_fx.errors import (
     AlreadyInstrumentedError,
     ConfigError,
@@ -164,11 +164,12 @@ def instrument(
     Args:
         model: any module. Compile it, wrap it (DDP), move it before or after.
         recipe: a name in :data:`gnmr_fx.RECIPES`, or a :class:`gnmr_fx.Recipe`.
-        max_active: the budget: a number of units (int, at least 0), or a share of them (float in (0, 1]).
+        max_active: the budget: a number of units (int, at least 0), or a share of them (float in (0, 1]). With
+            ``config.budget_unit`` of ``"bytes"`` or ``"flops"`` a number of these, or a share of what all units cost.
         scope: ``"projections"``: what projections read is stored in another format. ``"all"``: whatever autograd keeps
             is, each tensor under the guard of the unit it belongs to; under torch.compile this needs its Inductor
             backend. :class:`gnmr_fx.AllSaved` is ``"all"`` with options.
-        config: thresholds, window, lock and warm-up of the controller.
+        config: signal, thresholds, window, lock, warm-up and kind of budget of the controller.
         include: globs on module paths: only units they match, the output head among them if they match it. By default
             all units but the output head.
         exclude: globs on module paths: not these.
@@ -184,11 +185,15 @@ def instrument(
     chosen, everything = get_recipe(recipe), get_scope(scope)
     if config is not None and not isinstance(config, GnmrConfig):
         raise ConfigError(f"config: expected a GnmrConfig or None, found {config!r}. Build one with GnmrConfig(...).")
-    resolve_budget(max_active, 1)
+    settings = config or GnmrConfig()
+    if settings.budget_unit == "units":
+        resolve_budget(max_active, 1)
+    else:
+        check_budget(max_active, settings.budget_unit)
     selection = Selection(_patterns("include", include), _patterns("exclude", exclude))
     plan = pipeline.run(Plan(target, chosen, selection, example_inputs))
     _check_gemms(target, plan, everything)
-    install(target, plan, config or GnmrConfig(), max_active, everything)
+    install(target, plan, settings, max_active, everything)
     return model
 
 

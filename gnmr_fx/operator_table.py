@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from torch import nn
 
+from gnmr_fx.config import BudgetUnit
 from gnmr_fx.gemm import GEMMS
 from gnmr_fx.instrument import controller
 from gnmr_fx.operator_rows import UnitRow, left_rows, unit_rows
@@ -18,6 +19,7 @@ from gnmr_fx.scope import AllSaved
 from gnmr_fx.text import (
     Name,
     below,
+    budget_text,
     common_parent,
     counted,
     families_in,
@@ -59,6 +61,7 @@ def table(model: nn.Module) -> Table:
         left_alone=tuple(plain(asdict(item)) for item in installed.left_alone),
         recipe=installed.recipe,
         budget=installed.max_active,
+        budget_unit=installed.config.budget_unit,
         forced=installed.forced,
         capture_note=installed.capture_note,
         scope=installed.scope,
@@ -76,7 +79,8 @@ class Table:
         units: one row per recoverable unit.
         left_alone: ``{"name", "operator", "shape", "reason"}`` of each operator that was found and is not guarded.
         recipe: the formats of both paths.
-        budget: the most units on the recovery path at a time.
+        budget: the most units on the recovery path at a time; in another ``budget_unit`` the most that these may
+            cost, a number or a share (float) of what all units cost.
         forced: whether the guards are pinned by hand, budget or not.
         capture_note: why the whole model could not be captured; ``""`` if it was.
         scope: options of scope "all"; None where only what projections read is stored in another format.
@@ -87,11 +91,12 @@ class Table:
     units: tuple[UnitRow, ...]
     left_alone: tuple[Mapping[str, Any], ...]
     recipe: Recipe
-    budget: int
+    budget: int | float
     forced: bool
     capture_note: str
     scope: AllSaved | None = None
     kept_as_it_is: tuple[Mapping[str, Any], ...] = ()
+    budget_unit: BudgetUnit = "units"
 
     @property
     def rows(self) -> list[dict[str, Any]]:
@@ -103,7 +108,8 @@ class Table:
         """Sums over the units whose bytes are known.
 
         ``bytes_full`` and ``bytes_low`` per pass and their ``ratio`` (None before a pass); ``bytes_recovery_max``, what
-        recovery can add to that at most: the largest ``budget`` recovery payloads; numbers of ``units``, of those
+        recovery can add to that at most: the largest ``budget`` recovery payloads, or a budget in bytes itself; numbers
+        of ``units``, of those
         ``units_known`` in bytes and ``units_active`` now.
         """
         known = [row for row in self.units if row.bytes_full is not None]
@@ -116,8 +122,16 @@ class Table:
             "bytes_full": full,
             "bytes_low": low,
             "ratio": full / low if low else None,
-            "bytes_recovery_max": sum(high[: self.budget]),
+            "bytes_recovery_max": self._recovery_max(high),
         }
+
+    def _recovery_max(self, high: Sequence[int]) -> int:
+        """The most that recovery can add; ``high`` are the payloads of the units, the largest first."""
+        if self.budget_unit == "units":
+            return sum(high[: int(self.budget)])
+        if self.budget_unit == "flops":
+            return sum(high)
+        return min(sum(high), int(self.budget * sum(high)) if isinstance(self.budget, float) else self.budget)
 
     def to_json(self, indent: int | None = 2) -> str:
         """Everything as a JSON object."""
@@ -128,6 +142,7 @@ class Table:
                 "totals": self.totals,
                 "recipe": recipe_data(self.recipe),
                 "budget": self.budget,
+                "budget_unit": self.budget_unit,
                 "forced": self.forced,
                 "capture_note": self.capture_note,
                 "scope": "projections" if self.scope is None else asdict(self.scope),
@@ -327,7 +342,8 @@ class _Document:
         units, known = totals["units"], totals["units_known"]
         full, low, recovery = (human_bytes(totals[f"bytes_{name}"]) for name in ("full", "low", "recovery_max"))
         pinned = " (pinned by hand)" if self.table.forced else ""
-        yield f"{totals['units_active']} on the recovery path now{pinned}, budget {budget}, recipe {self.table.recipe}"
+        shown = budget_text(budget, self.table.budget_unit)
+        yield f"{totals['units_active']} on the recovery path now{pinned}, budget {shown}, recipe {self.table.recipe}"
         if self.table.scope is not None:
             yield "scope all: whatever autograd keeps, from the output head on " + (
                 "too" if self.table.scope.loss_head else "not included"
@@ -335,7 +351,8 @@ class _Document:
         if totals["ratio"]:
             part = "" if known == units else f" (in the {known} of {units} units that have run)"
             yield f"kept for the backward per pass: {full} full -> {low} low, {totals['ratio']:.2f}x less{part}"
-            yield f"recovery adds at most {recovery}: the {counted(min(budget, units), 'largest high payload')}"
+            most = f": the {counted(int(min(budget, units)), 'largest high payload')}"
+            yield f"recovery adds at most {recovery}{most if self.table.budget_unit == 'units' else ''}"
         else:
             yield "kept for the backward per pass: known after the first forward in training mode"
         if self.table.capture_note:

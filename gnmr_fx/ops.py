@@ -35,7 +35,7 @@ from gnmr_fx.formats import Encoded, empty_encoded
 from gnmr_fx.projections import KINDS
 from gnmr_fx.recipe import Format
 from gnmr_fx.scope import AllSaved
-from gnmr_fx.units import Handle, Kept, announce, mark, observe, observe_scope
+from gnmr_fx.units import Handle, Kept, announce, mark, measure, observe, observe_scope
 
 NAMESPACE = "gnmr_fx"
 
@@ -77,6 +77,7 @@ def _save_high(
         _without_partition_pass(guard, AllSaved.parse(scope))
     observe(guard, Kept(tuple(x.shape), x.dtype))
     announce(guard)
+    measure(guard, x, low)
     parsed = _parse(fmt)
     needed = guard.item() and low != fmt  # a recipe may have the same format twice
     return kernels.encode(x, parsed, seed) if needed else empty_encoded(x, parsed, 0)
@@ -100,6 +101,8 @@ def _keep(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """``x`` in ``low``, and also in ``high`` where any of ``guards`` is set and that is another format."""
     observe(guards[0], Kept(tuple(x.shape), x.dtype, role, low))
+    for guard in guards:
+        measure(guard, x, low)
     parsed = _parse(high)
     encoded = kernels.encode(x, _parse(low), seed)
     if low != high and any(guard.item() for guard in guards):
@@ -359,6 +362,8 @@ def _guarded_projection(
         if handle.saver is not None:
             handle.observation.enter("all" if handle.saver.active else "projections")
         if (handle.high if active else handle.low) == "none":  # before the cast, which autocast makes once per weight
+            if active:
+                measure(handle.guard, source.detach().to(dtype), handle.low)
             handle.observation.add(Kept(tuple(stored_shape(source.shape)), dtype))
             return stock_projection(kind, extra, x, w, b, offs)
     if cast:
@@ -427,6 +432,7 @@ def _low_precision(
             low, high, _ = _encode_eager(source, x.detach().reshape(size), handle, active)
         elif training and keeps:
             handle.observation.add(Kept(tuple(size), dtype))
+            measure(handle.guard, x.detach(), gemm.operand_spec(spec))
     else:
         active = torch.ops.gnmr_fx.latch(handle.guard)
         seed = None if seed is None else torch.ops.gnmr_fx.latch(seed)
@@ -449,6 +455,7 @@ def _encode_eager(
     Shared with operators that read ``source`` too, and, where everything is stored, with whatever saves its memory.
     """
     spec, other = (handle.high, handle.low) if active else (handle.low, handle.high)
+    measure(handle.guard, x, handle.low)
     saver = handle.saver
     nothing = empty_encoded(x, _parse(other), 0)
     shared = saver.find(x, spec) if saver is not None else None

@@ -34,17 +34,17 @@ __all__ = [
     "get_recipe",
 ]
 
-FormatDtype = Literal["int2", "int4", "int8", "fp6_e2m3", "fp6_e3m2", "fp8_e4m3", "fp8_e5m2", "bf16", "none"]
+FormatDtype = Literal["int2", "int3", "int4", "int8", "fp6_e2m3", "fp6_e3m2", "fp8_e4m3", "fp8_e5m2", "bf16", "none"]
 Granularity = Literal["tensor", "token", "group", "block"]
 Rounding = Literal["nearest", "stochastic"]
 ScaleDtype = Literal["bf16", "fp32", "e8m0"]
 Backend = Literal["auto", "native", "emulated"]
 
 _BITS: Mapping[str, int | None] = MappingProxyType({
-    "int2": 2, "int4": 4, "int8": 8, "fp6_e2m3": 6, "fp6_e3m2": 6, "fp8_e4m3": 8, "fp8_e5m2": 8, "bf16": 16,
+    "int2": 2, "int3": 3, "int4": 4, "int8": 8, "fp6_e2m3": 6, "fp6_e3m2": 6, "fp8_e4m3": 8, "fp8_e5m2": 8, "bf16": 16,
     "none": None,
 })  # fmt: skip
-_INTEGER = ("int2", "int4", "int8")
+_INTEGER = ("int2", "int3", "int4", "int8")
 _UNSCALED = ("bf16", "none")
 _SIZED = ("group", "block")
 _SPEC = (
@@ -58,9 +58,9 @@ class Format:
     """How one tensor is stored.
 
     Args:
-        dtype: ``"int2"``, ``"int4"``, ``"int8"`` (affine, zero kept exactly), ``"fp6_e2m3"``, ``"fp6_e3m2"``,
-            ``"fp8_e4m3"``, ``"fp8_e5m2"`` (symmetric), ``"bf16"`` (a plain cast) or ``"none"`` (kept as it is, in its
-            own dtype, lossless).
+        dtype: ``"int2"``, ``"int3"``, ``"int4"``, ``"int8"`` (affine, zero kept exactly), ``"fp6_e2m3"``,
+            ``"fp6_e3m2"``, ``"fp8_e4m3"``, ``"fp8_e5m2"`` (symmetric), ``"bf16"`` (a plain cast) or ``"none"`` (kept as
+            it is, in its own dtype, lossless).
         granularity: what shares one scale: the whole ``"tensor"``, a ``"token"`` (a row of the last
             dimension), a ``"group"`` of at most ``group_size`` neighbours in a row, or a ``"block"`` of at most
             ``group_size`` by ``group_size`` elements of the last two dimensions.

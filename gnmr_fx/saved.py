@@ -26,7 +26,7 @@ from gnmr_fx.formats import Encoded
 from gnmr_fx.physical import Physical
 from gnmr_fx.recipe import Format, at_least_8_bits
 from gnmr_fx.scope import AllSaved
-from gnmr_fx.units import UNIT_KEY, Handle, Kept, Memo, mark
+from gnmr_fx.units import UNIT_KEY, Handle, Kept, Memo, mark, measure
 
 LOSS_HEAD = "loss head"
 """Stands for the output head where a unit's handle stands for the unit; and why what comes after is left alone."""
@@ -244,6 +244,7 @@ class Saver:
         spec = high if bool(handle.guard) else low
         physical = Physical.of(x, _parse(low))
         block = physical.block(x)
+        measure(handle.guard, block, low)
         key = block_key(block, spec)
         found = self.blocks.stored(key)
         if found is None:

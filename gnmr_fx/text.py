@@ -46,6 +46,15 @@ def human_bytes(count: int | None) -> str:
     return f"{count} B" if unit == "B" else f"{size:.1f} {unit}"
 
 
+def budget_text(budget: int | float, unit: str) -> str:
+    """A budget in words: ``"5"`` units, ``"1.5 MiB"``, ``"1.2e+09 flops"``, ``"20% of all units' bytes"``."""
+    if unit == "units":
+        return str(budget)
+    if isinstance(budget, float):
+        return f"{100 * budget:.3g}% of all units' {unit}"
+    return human_bytes(budget) if unit == "bytes" else f"{budget:.3g} {unit}"
+
+
 def grid(rows: Sequence[Sequence[str]], headers: Sequence[str] = (), right: str = "", style: str = "simple") -> str:
     """Rows as a table in a style of tabulate's; ``right`` has an ``r`` for each column that is aligned to the right."""
     align = ["right" if letter == "r" else "left" for letter in right] or None

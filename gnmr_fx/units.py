@@ -302,6 +302,19 @@ def observe_backends(guard: Tensor, backends: tuple[tuple[str, str], ...]) -> No
         controller.units[index].observation.backends = backends
 
 
+def measure(guard: Tensor, x: Tensor, spec: str = "") -> None:
+    """Where the controller of ``guard`` measures errors in this step, measure that of an operand of its unit.
+
+    Args:
+        guard: of the unit.
+        x: what the unit stores or multiplies: floating point, what this rank holds of it.
+        spec: the format of the low-cost path for it; ``""`` for that of saved activations.
+    """
+    controller, index = _observer_of(guard)
+    if controller is not None and controller.probe.is_open:
+        controller.probe.take(index, x, spec or str(controller.recipe.low), controller.seed)
+
+
 def announce(guard: Tensor) -> None:
     """Tell the controller of ``guard`` that its operator runs."""
     controller, index = _observer_of(guard)

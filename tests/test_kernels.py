@@ -22,6 +22,7 @@ FEW = [
     ("int4/group128/nearest", torch.float32),
     ("int8/token/nearest", torch.bfloat16),
     ("int2/tensor/nearest", torch.float32),
+    ("int3/tensor/nearest", torch.float32),
     ("fp8_e4m3/tensor/stochastic", torch.float32),
     ("int4/group128/stochastic", torch.float16),
 ]
@@ -30,7 +31,7 @@ SWEEP = [
     (f"{dtype}/{where}/{rounding}", input_dtype)
     for (dtype, where, rounding), input_dtype in zip(
         itertools.product(
-            ("int2", "int4", "int8", "fp8_e4m3", "fp8_e5m2"),
+            ("int2", "int3", "int4", "int8", "fp8_e4m3", "fp8_e5m2"),
             ("tensor", "token", "group32"),
             ("nearest", "stochastic"),
         ),
