@@ -7,11 +7,13 @@ print(gnmr_fx.table(model))
 
 from gnmr_fx.config import GnmrConfig
 from gnmr_fx.errors import (
+    AdapterError,
     AlreadyInstrumentedError,
     BudgetError,
     ConfigError,
     DoubleBackwardError,
     FormatError,
+    FrozenWeightError,
     GnmrError,
     GnmrWarning,
     InvariantError,
@@ -20,16 +22,18 @@ from gnmr_fx.errors import (
     NoRecoverableOperatorError,
     NotInstrumentedError,
     PatternError,
+    QuantizedWeightError,
     RankMismatchError,
     StateMismatchError,
     UnknownRecipeError,
     UnknownUnitError,
     UnsupportedBackendError,
+    UnsupportedInputError,
     UnsupportedTransformError,
 )
 from gnmr_fx.instrument import controller, instrument, uninstrument
 from gnmr_fx.operator_table import Table, table
-from gnmr_fx.recipe import RECIPES, Format, Recipe
+from gnmr_fx.recipe import RECIPES, Format, FrozenRecipe, Recipe
 from gnmr_fx.report import Report, report
 from gnmr_fx.scope import AllSaved
 
@@ -37,6 +41,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "RECIPES",
+    "AdapterError",
     "AllSaved",
     "AlreadyInstrumentedError",
     "BudgetError",
@@ -44,6 +49,8 @@ __all__ = [
     "DoubleBackwardError",
     "Format",
     "FormatError",
+    "FrozenRecipe",
+    "FrozenWeightError",
     "GnmrConfig",
     "GnmrError",
     "GnmrWarning",
@@ -53,6 +60,7 @@ __all__ = [
     "NoRecoverableOperatorError",
     "NotInstrumentedError",
     "PatternError",
+    "QuantizedWeightError",
     "RankMismatchError",
     "Recipe",
     "Report",
@@ -61,6 +69,7 @@ __all__ = [
     "UnknownRecipeError",
     "UnknownUnitError",
     "UnsupportedBackendError",
+    "UnsupportedInputError",
     "UnsupportedTransformError",
     "controller",
     "instrument",

@@ -32,6 +32,7 @@ from gnmr_fx import kernels
 from gnmr_fx.distributed import Layout, layout_of, local_value
 from gnmr_fx.errors import DoubleBackwardError, UnsupportedBackendError, UnsupportedTransformError
 from gnmr_fx.formats import Encoded, empty_encoded
+from gnmr_fx.frozen_ops import frozen_projection
 from gnmr_fx.projections import KINDS
 from gnmr_fx.recipe import Format
 from gnmr_fx.scope import AllSaved
@@ -323,6 +324,8 @@ def guarded_projection(
         DoubleBackwardError: in a backward with ``create_graph=True``.
         UnsupportedTransformError: under a ``torch.func`` transform.
     """
+    if handle.frozen is not None:
+        return frozen_projection(kind, extra, x, w, b, offs, handle, training)
     eager = not torch.compiler.is_compiling()
     out = (
         _guarded_projection(kind, extra, x, w, b, offs, handle, eager)

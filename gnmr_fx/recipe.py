@@ -17,11 +17,14 @@ from gnmr_fx.errors import FormatError, UnknownRecipeError
 
 __all__ = [
     "DEFAULT_RECIPE",
+    "NF4",
     "RECIPES",
     "Format",
     "FormatDtype",
+    "FrozenRecipe",
     "Granularity",
     "Recipe",
+    "Residual",
     "Rounding",
     "get_recipe",
 ]
@@ -29,6 +32,11 @@ __all__ = [
 FormatDtype = Literal["int2", "int4", "int8", "fp8_e4m3", "fp8_e5m2", "bf16", "none"]
 Granularity = Literal["tensor", "token", "group"]
 Rounding = Literal["nearest", "stochastic"]
+Residual = Literal["device", "host"]
+Path = Literal["low", "high"]
+
+NF4 = "nf4"
+"""Spec of the 4-bit NormalFloat format with double quantization (QLoRA, arXiv 2305.14314), as torchao has it."""
 
 _BITS: Mapping[str, int | None] = MappingProxyType(
     {"int2": 2, "int4": 4, "int8": 8, "fp8_e4m3": 8, "fp8_e5m2": 8, "bf16": 16, "none": None}
@@ -159,6 +167,47 @@ def _check_choice(field: str, value: object, choices: tuple[str, ...]) -> None:
 
 
 @dataclass(frozen=True)
+class FrozenRecipe:
+    """How the weights of frozen projections are kept, under adapters that train.
+
+    Args:
+        low: the format they are stored in, on their device: a :class:`Format` with scales, rounded to nearest, or
+            ``"nf4"``. The low-cost path computes with what it stores, the recovery path with the exact weight.
+        residual: where the exact weights are kept. ``"host"``: in host memory; those of the units on the recovery path
+            are brought to the device. ``"device"``: beside the low-cost ones, which saves no memory and makes a switch
+            free of charge.
+        evaluate: the path in eval mode: ``"high"``, with exact weights (those on the host are brought one by one, for
+            one call each), or ``"low"``.
+
+    Raises:
+        FormatError: for a value outside these.
+    """
+
+    low: Format | Literal["nf4"] = Format("int8", "token")
+    residual: Residual = "host"
+    evaluate: Path = "high"
+
+    def __post_init__(self) -> None:
+        low: object = self.low
+        if low != NF4 and not (isinstance(low, Format) and low.is_scaled and not low.is_stochastic):
+            raise FormatError(
+                f"expected FrozenRecipe.low to be {NF4!r} or a Format with scales that rounds to nearest, found {low!r}"
+            )
+        _check_choice("FrozenRecipe.residual", self.residual, get_args(Residual))
+        _check_choice("FrozenRecipe.evaluate", self.evaluate, get_args(Path))
+
+    @property
+    def spec(self) -> str:
+        """Of the low-cost format: ``"int8/token/nearest"``, ``"nf4"``."""
+        return str(self.low)
+
+    @property
+    def label(self) -> str:
+        """The low-cost format for a table: ``"int8 token"``, ``"nf4"``."""
+        return self.low.label if isinstance(self.low, Format) else self.low
+
+
+@dataclass(frozen=True)
 class Recipe:
     """The formats of the two paths of a recoverable unit.
 
@@ -166,14 +215,17 @@ class Recipe:
         low: how its saved activations are stored on the low-cost path.
         high: how they are stored on the recovery path.
         name: a name for tables and reports; None for a recipe of one's own.
+        frozen: how frozen weights are kept. Then the units are the projections with a frozen weight, and nothing else
+            changes: ``low`` and ``high`` are ``Format("none")``.
 
     Raises:
-        FormatError: where ``low`` or ``high`` is not a :class:`Format`.
+        FormatError: where ``low`` or ``high`` is not a :class:`Format`, or not "none" beside ``frozen``.
     """
 
     low: Format
     high: Format
     name: str | None = None
+    frozen: FrozenRecipe | None = None
 
     def __post_init__(self) -> None:
         for field in ("low", "high"):
@@ -183,10 +235,35 @@ class Recipe:
                     f"expected Recipe.{field} to be a gnmr_fx.Format, found {value!r}; "
                     "Format.parse('int4/group128') makes one from text"
                 )
+        if self.frozen is not None:
+            if not isinstance(self.frozen, FrozenRecipe):
+                raise FormatError(f"expected Recipe.frozen to be a FrozenRecipe or None, found {self.frozen!r}")
+            if (self.low.dtype, self.high.dtype) != ("none", "none"):
+                raise FormatError(
+                    f"expected low and high to be Format('none') in a recipe for frozen weights, found {self.low} and "
+                    f"{self.high}; a frozen projection saves no activation, and others are left alone"
+                )
+
+    @classmethod
+    def for_frozen(cls, frozen: FrozenRecipe, name: str | None = None) -> Recipe:
+        """The recipe that keeps frozen weights like that, and changes nothing else."""
+        return cls(Format("none"), Format("none"), name, frozen)
+
+    def with_residual(self, residual: Residual) -> Recipe:
+        """This recipe for frozen weights with their exact values kept on the ``"device"`` or on the ``"host"``.
+
+        Raises:
+            FormatError: for another place, or where this recipe is not one for frozen weights.
+        """
+        if self.frozen is None:
+            raise FormatError(f"expected a recipe for frozen weights such as 'lora-int8-bf16', found {self}")
+        return replace(self, frozen=replace(self.frozen, residual=residual))
 
     def __str__(self) -> str:
         """``"saved-int4-int8 (int4 g128 -> int8 g128)"``."""
         formats = f"{self.low.label} -> {self.high.label}"
+        if self.frozen is not None:
+            formats = f"weights {self.frozen.label} -> exact, which are on the {self.frozen.residual}"
         return f"{self.name} ({formats})" if self.name else formats
 
 
@@ -201,6 +278,8 @@ RECIPES: Mapping[str, Recipe] = _named(
     Recipe(low=Format("int2"), high=Format("int8"), name="saved-int2-int8"),
     Recipe(low=Format("int4"), high=Format("none"), name="saved-int4-bf16"),
     Recipe(low=Format("fp8_e4m3"), high=Format("none"), name="saved-fp8-bf16"),
+    Recipe.for_frozen(FrozenRecipe(Format("int8", "token")), "lora-int8-bf16"),
+    Recipe.for_frozen(FrozenRecipe("nf4"), "lora-nf4-bf16"),
 )
 
 DEFAULT_RECIPE = "saved-int4-int8"

@@ -8,7 +8,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -16,10 +16,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.weak import TensorWeakRef
 
 from gnmr_fx.formats import Encoded
+from gnmr_fx.recipe import FrozenRecipe
 from gnmr_fx.scope import AllSaved
 
 HANDLE_PREFIX = "_gnmr_"
 """Modules carry their handles as plain attributes of this prefix (neither parameters nor buffers)."""
+Signal = Literal["weight", "adapters", "output"]
 UNIT_KEY = "gnmr_fx_unit"
 """Key of an autograd node's metadata under which the handle of the unit that it is part of is kept."""
 
@@ -154,9 +156,10 @@ class Handle:
         observation: shared by all call sites of one unit.
         scope: options of scope "all"; None where only what projections read is stored.
         saver: what stores everything in eager mode; None in that scope only.
+        frozen: how frozen weights are kept; None under a recipe that leaves them alone.
     """
 
-    __slots__ = ("__weakref__", "guard", "high", "low", "memo", "observation", "saver", "scope", "seed")
+    __slots__ = ("__weakref__", "frozen", "guard", "high", "low", "memo", "observation", "saver", "scope", "seed")
 
     def __init__(
         self,
@@ -168,6 +171,7 @@ class Handle:
         observation: Observation,
         scope: AllSaved | None = None,
         saver: Any = None,
+        frozen: FrozenRecipe | None = None,
     ) -> None:
         self.guard = guard
         self.seed = seed
@@ -177,6 +181,7 @@ class Handle:
         self.observation = observation
         self.scope = scope
         self.saver = saver
+        self.frozen = frozen
 
 
 @dataclass(frozen=True)
@@ -191,6 +196,9 @@ class UnitSpec:
         shape: of the weight.
         sites: (path of the calling module, path of the weight from there) of every module that calls it.
         shares_input_with: names of the units that read the same tensor, where the dataflow is known.
+        signal: what its norm is the norm of: the gradient of its ``"weight"``, those of its ``"adapters"``, or that of
+            its ``"output"``.
+        adapters: path of the module whose trainable parameters are its adapters.
         note: something the user should know about it.
     """
 
@@ -203,6 +211,8 @@ class UnitSpec:
     shares_input_with: tuple[str, ...] = ()
     example_shape: tuple[int, ...] | None = None
     note: str = ""
+    signal: Signal = "weight"
+    adapters: str = ""
 
 
 @dataclass(frozen=True)
@@ -217,12 +227,14 @@ class LeftAlone:
 
 @dataclass(eq=False)
 class Unit:
-    """A unit of a live model: its spec, the module that owns its weight, its index and what it stored."""
+    """A unit of a live model: its spec, the module that owns its weight, its index, what it stored, and the module whose
+    trainable parameters are its adapters, if its signal is theirs."""
 
     spec: UnitSpec
     index: int
     module: nn.Module
     observation: Observation = field(default_factory=Observation)
+    adapters: nn.Module | None = None
 
     @property
     def name(self) -> str:
@@ -241,6 +253,13 @@ class Unit:
         while a copy of the module is being made."""
         parameter: nn.Parameter | None = self.module.__dict__.get("_parameters", {}).get(self.spec.parameter)
         return parameter
+
+    def heard(self) -> list[nn.Parameter]:
+        """The parameters whose gradients are the unit's signal, as the modules hold them now."""
+        if self.adapters is not None:
+            return [p for p in self.adapters.parameters() if p.requires_grad]
+        parameter = self.parameter if self.spec.signal == "weight" else None
+        return [] if parameter is None else [parameter]
 
     @property
     def trainable(self) -> bool:
@@ -281,6 +300,12 @@ def _observer_of(guard: Tensor) -> tuple[Any, int]:
     """The controller that ``guard`` belongs to (None if it is gone), and the index of its unit."""
     offset = int(guard.storage_offset())
     return _OBSERVERS.get(guard.data_ptr() - offset * guard.element_size()), offset
+
+
+def unit_of(guard: Tensor) -> tuple[Any, Any]:
+    """The controller that ``guard`` belongs to, and its unit; (None, None) if the controller is gone."""
+    controller, index = _observer_of(guard)
+    return (None, None) if controller is None else (controller, controller.units[index])
 
 
 def observe(guard: Tensor, kept: Kept) -> None:
