@@ -5,8 +5,6 @@ only; the exact values, its *residual*, lie on the host (pinned where the device
 projections compute with either (:mod:`gnmr_fx.frozen_ops`). To everything else it is the weight it stands for: any
 operation reads the exact values, bit for bit, and a write (``copy_``, ``weight.data += delta``, ``load_state_dict``)
 changes them and stores the low-cost format anew.
-
-Not followed: writes through a view of the weight (``weight[0].zero_()``), as of any tensor that is not plain memory.
 """
 
 from __future__ import annotations
@@ -21,7 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from gnmr_fx import formats, kernels
 from gnmr_fx.formats import Encoded
@@ -205,8 +203,12 @@ class FrozenWeight(Tensor):
             return own(*args, **kwargs)
         if func._schema.is_mutable:
             return _written(func, args, kwargs)
-        args, kwargs = tree_map_only(FrozenWeight, lambda weight: weight.store.exact(), (args, kwargs))
-        return func(*args, **kwargs)
+        plain_args, plain_kwargs = tree_map_only(FrozenWeight, lambda weight: weight.store.exact(), (args, kwargs))
+        out = func(*plain_args, **plain_kwargs)
+        is_view = any(returned.alias_info is not None for returned in func._schema.returns)
+        if is_view and type(plain_args[0]) is Tensor:  # not while it is traced
+            return tree_map_only(Tensor, functools.partial(WeightView, args[0].store, plain_args[0]), out)
+        return out
 
     # Subclass protocol of torch.compile: the inner tensors by name, and the weight around others of them.
 
@@ -249,6 +251,14 @@ class FrozenWeight(Tensor):
                 )
             self.copy_(values)
 
+    def tolist(self) -> Any:
+        """The exact values as Python numbers."""
+        return self.store.residual.tolist()
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """A copy of the exact values, for there is no memory on the device to share."""
+        return self.store.residual.clone().numpy(force=force)
+
     def plain(self) -> Tensor:
         """The exact values as a plain tensor, where they are kept."""
         return self.store.residual.detach()
@@ -267,6 +277,48 @@ class FrozenWeight(Tensor):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         return f"FrozenWeight({tuple(self.shape)}, {self.dtype}, {self.store.spec}, residual on the {self.store.place})"
+
+
+class WeightView(Tensor):
+    """A view of the exact values of a frozen weight. A write to it changes the weight, which is then stored anew."""
+
+    store: Store
+    exact: Tensor
+    view_: Tensor
+
+    @staticmethod
+    def __new__(cls, store: Store, exact: Tensor, view: Tensor) -> WeightView:
+        made: WeightView = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls, view.shape, view.stride(), view.storage_offset(), dtype=view.dtype, device=view.device
+        )
+        made.store, made.exact, made.view_ = store, exact, view
+        return made
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        views = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, WeightView)]
+        plain_args, plain_kwargs = tree_map_only(WeightView, lambda view: view.view_, (args, kwargs or {}))
+        out = func(*plain_args, **plain_kwargs)
+        if func._schema.is_mutable:
+            for view in views:
+                view.store.write(view.exact)
+            return tree_map_only(Tensor, lambda t: next((v for v in views if v.view_ is t), t), out)
+        if any(returned.alias_info is not None for returned in func._schema.returns):
+            return tree_map_only(Tensor, functools.partial(WeightView, views[0].store, views[0].exact), out)
+        return out
+
+    def tolist(self) -> Any:
+        """The exact values as Python numbers."""
+        return self.view_.tolist()
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """A copy of the exact values."""
+        return self.view_.clone().numpy(force=force)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return f"WeightView({self.view_!r})"
 
 
 def _rebuild(store: Store, requires_grad: bool, is_parameter: bool) -> FrozenWeight:
@@ -320,7 +372,7 @@ def _written(func: Any, args: Any, kwargs: Any) -> Any:
     out = func(*plain_args, **plain_kwargs)
     bound = {**dict(zip(names, args, strict=False)), **kwargs}
     written: dict[int, FrozenWeight] = {}  # by the tensor that the operation wrote to
-    for weight in torch.utils._pytree.tree_leaves([bound.get(name) for name in mutated]):
+    for weight in tree_leaves([bound.get(name) for name in mutated]):
         if isinstance(weight, FrozenWeight):
             values_now = exact[id(weight.store)]
             weight.store.write(values_now)

@@ -140,5 +140,12 @@ def to_json(value: Mapping[str, Any], indent: int | None) -> str:
 
 
 def recipe_data(recipe: Recipe) -> dict[str, Any]:
-    """A recipe for JSON: its name and the specs of both formats."""
-    return {"name": recipe.name, "low": str(recipe.low), "high": str(recipe.high)}
+    """A recipe for JSON: its name, the specs of both formats, and how frozen weights are kept, where it says so."""
+    data: dict[str, Any] = {"name": recipe.name, "low": str(recipe.low), "high": str(recipe.high)}
+    if recipe.frozen is not None:
+        data["frozen"] = {
+            "low": recipe.frozen.spec,
+            "residual": recipe.frozen.residual,
+            "evaluate": recipe.frozen.evaluate,
+        }
+    return data
