@@ -5,8 +5,8 @@ low-cost path dequantizes the weight into the dtype of the activation and multip
 the exact weight. The input gradient is that of the path which the forward took, whatever has become of the guard since.
 
 Both directions are opaque operators that dequantize inside: what autograd keeps are the tensors of the low-cost format,
-which are the weight itself, and one byte that says which path it was. The low-cost format is an input of the operators;
-the exact weight is looked up, at run time, at the unit that the guard belongs to.
+which are the weight itself, and a note of which path it was. The low-cost format is an input of the operators; the exact
+weight is looked up, at run time, at the unit that the guard belongs to.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from gnmr_fx.errors import (
 from gnmr_fx.formats import Encoded
 from gnmr_fx.frozen import FrozenWeight, decode
 from gnmr_fx.projections import KINDS
-from gnmr_fx.units import Handle, unit_of
+from gnmr_fx.units import Handle, place_of, unit_at
 
 _library = torch.library.Library("gnmr_fx", "FRAGMENT")
 _library.define(
@@ -36,8 +36,8 @@ _library.define(
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 _library.define(
-    "frozen_grad(Tensor g, Tensor payload, Tensor scales, Tensor path, Tensor? offs, Tensor guard, str kind, str extra, str spec, "
-    "int[] shape, SymInt[] x_shape) -> Tensor",
+    "frozen_grad(Tensor g, Tensor payload, Tensor scales, Tensor note, Tensor? offs, str kind, str extra, str spec, int[] shape, "
+    "SymInt[] x_shape) -> Tensor",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 
@@ -58,7 +58,8 @@ def _frozen(
     mode: str,
     shape: list[int],
 ) -> tuple[Tensor, Tensor]:
-    controller, unit = _unit(guard)
+    place = place_of(guard)
+    controller, unit = _alive(unit_at(*place))
     if mode in ("train", "no_grad"):
         unit.observation.enter("")
         controller.projection_ran(unit.index, counts=mode == "train")
@@ -66,37 +67,36 @@ def _frozen(
     else:
         high = mode == "high"
     w = _weight(unit, Encoded(payload, scales), spec, shape, x.dtype, high)
-    out = KINDS[kind].forward(x, w, b, offs, extra)
-    return out, torch.tensor([high], dtype=torch.bool)
+    # The guard itself is not saved: autograd refuses what was written to since, as it is when guards change.
+    return KINDS[kind].forward(x, w, b, offs, extra), torch.tensor([high, *place])
 
 
 def _frozen_grad(
     g: Tensor,
     payload: Tensor,
     scales: Tensor,
-    path: Tensor,
+    note: Tensor,
     offs: Tensor | None,
-    guard: Tensor,
     kind: str,
     extra: str,
     spec: str,
     shape: list[int],
     x_shape: list[int],
 ) -> Tensor:
-    controller, unit = _unit(guard)
+    high, *place = note.tolist()
+    controller, unit = _alive(unit_at(*place))
     controller.output_gradient(unit.index, g)
-    w = _weight(unit, Encoded(payload, scales), spec, shape, g.dtype, bool(path))
+    w = _weight(unit, Encoded(payload, scales), spec, shape, g.dtype, bool(high))
     return KINDS[kind].grad_input(g, w, offs, extra, x_shape)
 
 
-def _unit(guard: Tensor) -> tuple[Any, Any]:
-    controller, unit = unit_of(guard)
-    if controller is None:
+def _alive(found: tuple[Any, Any]) -> tuple[Any, Any]:
+    if found[0] is None:
         raise InvariantError(
             "expected the controller of a frozen weight to be alive, found none at its guard's address; keep the "
             "instrumented model, whose compiled code this is, alive"
         )
-    return controller, unit
+    return found
 
 
 def _weight(unit: Any, low: Encoded, spec: str, shape: list[int], dtype: torch.dtype, high: bool) -> Tensor:
@@ -121,7 +121,7 @@ def _frozen_fake(
     mode: str,
     shape: list[int],
 ) -> tuple[Tensor, Tensor]:
-    return KINDS[kind].forward(x, x.new_empty(shape), b, offs, extra), torch.empty(1, dtype=torch.bool)
+    return KINDS[kind].forward(x, x.new_empty(shape), b, offs, extra), torch.empty(3, dtype=torch.int64)
 
 
 @torch.library.register_fake("gnmr_fx::frozen_grad", lib=_library)
@@ -129,9 +129,8 @@ def _frozen_grad_fake(
     g: Tensor,
     payload: Tensor,
     scales: Tensor,
-    path: Tensor,
+    note: Tensor,
     offs: Tensor | None,
-    guard: Tensor,
     kind: str,
     extra: str,
     spec: str,
@@ -163,8 +162,8 @@ class _Frozen(torch.autograd.Function):
         mode: str,
         shape: tuple[int, ...],
     ) -> Tensor:
-        out, path = torch.ops.gnmr_fx.frozen(x, payload, scales, b, offs, guard, kind, extra, spec, mode, shape)
-        saved = (path, guard, payload, scales)
+        out, note = torch.ops.gnmr_fx.frozen(x, payload, scales, b, offs, guard, kind, extra, spec, mode, shape)
+        saved = (note, payload, scales)
         ctx.save_for_backward(*saved) if offs is None else ctx.save_for_backward(*saved, offs)
         ctx.kind, ctx.extra, ctx.spec, ctx.shape = kind, extra, spec, shape
         ctx.x_shape = x.shape
@@ -179,12 +178,12 @@ class _Frozen(torch.autograd.Function):
                 "stored quantized by gnmr-fx; call gnmr_fx.uninstrument(model) or exclude these operators "
                 "(exclude=...) for this computation"
             )
-        path, guard, payload, scales, *rest = ctx.saved_tensors
+        note, payload, scales, *rest = ctx.saved_tensors
         offs = rest[0] if rest else None
         grad_x = grad_b = None
         if ctx.needs_input_grad[0]:
             grad_x = torch.ops.gnmr_fx.frozen_grad(
-                g, payload, scales, path, offs, guard, ctx.kind, ctx.extra, ctx.spec, ctx.shape, ctx.x_shape
+                g, payload, scales, note, offs, ctx.kind, ctx.extra, ctx.spec, ctx.shape, ctx.x_shape
             )
         if ctx.b_shape is not None and ctx.needs_input_grad[3]:
             grad_b = g.sum_to_size(ctx.b_shape)

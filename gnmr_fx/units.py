@@ -298,13 +298,19 @@ def mark(made: Tensor, unit: Any) -> None:
 
 def _observer_of(guard: Tensor) -> tuple[Any, int]:
     """The controller that ``guard`` belongs to (None if it is gone), and the index of its unit."""
+    address, index = place_of(guard)
+    return _OBSERVERS.get(address), index
+
+
+def place_of(guard: Tensor) -> tuple[int, int]:
+    """The address of the flag vector that ``guard`` is a view of, and its index there."""
     offset = int(guard.storage_offset())
-    return _OBSERVERS.get(guard.data_ptr() - offset * guard.element_size()), offset
+    return guard.data_ptr() - offset * guard.element_size(), offset
 
 
-def unit_of(guard: Tensor) -> tuple[Any, Any]:
-    """The controller that ``guard`` belongs to, and its unit; (None, None) if the controller is gone."""
-    controller, index = _observer_of(guard)
+def unit_at(address: int, index: int) -> tuple[Any, Any]:
+    """The controller of the flag vector at that address, and its unit; (None, None) if the controller is gone."""
+    controller = _OBSERVERS.get(address)
     return (None, None) if controller is None else (controller, controller.units[index])
 
 

@@ -123,7 +123,7 @@ def holders_of(model: nn.Module, weight: Tensor) -> list[tuple[nn.Module, str]]:
 def _is_adapter(model: nn.Module, path: str) -> bool:
     """Whether the module at ``path`` is part of an adapter, as PEFT's layers name them; it may be frozen, or inactive."""
     module, inside = model, False
-    for name in path.split("."):
+    for name in filter(None, path.split(".")):
         inside = inside or name in getattr(module, "adapter_layer_names", ())
         module = getattr(module, name)
     return inside
