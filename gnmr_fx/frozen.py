@@ -37,8 +37,8 @@ _parse = functools.cache(Format.parse)
 def encode(weight: Tensor, spec: str) -> Encoded:
     """``weight`` in the low-cost format of that spec.
 
-    NF4 is torchao's: the payload is its codes, two a byte, and then its 8-bit scalers, one per 64 elements; the scales, in
-    the dtype of the weight, are the mean of the scalers, the 16 values of the codes, and one factor per 256 scalers.
+    NF4 is torchao's: the payload is its codes, two a byte, and then its 8-bit scalers, one per 64 elements; the scales,
+    in the dtype of the weight, are the mean of the scalers, the 16 values of the codes, and one factor per 256 scalers.
     """
     weight = weight.detach()
     if spec != NF4:
@@ -182,21 +182,29 @@ class FrozenWeight(Tensor):
     @staticmethod
     def __new__(cls, store: Store, requires_grad: bool = False) -> FrozenWeight:
         values = store.residual
-        made: FrozenWeight = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        made: FrozenWeight = torch.Tensor._make_wrapper_subclass(
             cls, values.shape, values.stride(), dtype=values.dtype, device=store.device, requires_grad=requires_grad
         )
         made.store = store
         return made
+
+    @staticmethod
+    def held_by(module: nn.Module, name: str) -> FrozenWeight | None:
+        """The frozen weight that ``module`` holds under that name; None where it holds something else."""
+        held: Any = module.__dict__.get("_parameters", {}).get(name)
+        return held if isinstance(held, FrozenWeight) else None
 
     @classmethod
     def parameter(cls, values: Tensor, spec: str, place: Residual) -> nn.Parameter:
         """A parameter of the exact ``values``, stored in the format of ``spec``."""
         return nn.Parameter(cls(Store.of(values.detach(), spec, place)), requires_grad=False)
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         kwargs = kwargs or {}
         own = _OWN.get(func)
         if own is not None and isinstance(args[0], FrozenWeight):
@@ -235,7 +243,7 @@ class FrozenWeight(Tensor):
         return self.store.residual
 
     @property
-    def data(self) -> Tensor:  # type: ignore[override]
+    def data(self) -> Tensor:
         """As of any tensor: an alias, without a history."""
         return self.detach()
 
@@ -275,7 +283,7 @@ class FrozenWeight(Tensor):
     def _rebuilt(self, store: Store) -> FrozenWeight:
         return _rebuild(store, self.requires_grad, getattr(self, "_is_param", False))
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"FrozenWeight({tuple(self.shape)}, {self.dtype}, {self.store.spec}, residual on the {self.store.place})"
 
 
@@ -288,16 +296,18 @@ class WeightView(Tensor):
 
     @staticmethod
     def __new__(cls, store: Store, exact: Tensor, view: Tensor) -> WeightView:
-        made: WeightView = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        made: WeightView = torch.Tensor._make_wrapper_subclass(
             cls, view.shape, view.stride(), view.storage_offset(), dtype=view.dtype, device=view.device
         )
         made.store, made.exact, made.view_ = store, exact, view
         return made
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         views = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, WeightView)]
         plain_args, plain_kwargs = tree_map_only(WeightView, lambda view: view.view_, (args, kwargs or {}))
         out = func(*plain_args, **plain_kwargs)
@@ -317,14 +327,14 @@ class WeightView(Tensor):
         """A copy of the exact values."""
         return self.view_.clone().numpy(force=force)
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"WeightView({self.view_!r})"
 
 
 def _rebuild(store: Store, requires_grad: bool, is_parameter: bool) -> FrozenWeight:
     made = FrozenWeight(store, requires_grad)
     if is_parameter:
-        made._is_param = True  # type: ignore[attr-defined]  # how nn.Parameter marks a tensor subclass
+        made._is_param = True  # how nn.Parameter marks a tensor subclass
     return made
 
 

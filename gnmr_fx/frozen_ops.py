@@ -5,8 +5,8 @@ low-cost path dequantizes the weight into the dtype of the activation and multip
 the exact weight. The input gradient is that of the path which the forward took, whatever has become of the guard since.
 
 Both directions are opaque operators that dequantize inside: what autograd keeps are the tensors of the low-cost format,
-which are the weight itself, and a note of which path it was. The low-cost format is an input of the operators; the exact
-weight is looked up, at run time, at the unit that the guard belongs to.
+which are the weight itself, and a note of which path it was. The low-cost format is an input of the operators; the
+exact weight is looked up, at run time, at the unit that the guard belongs to.
 """
 
 from __future__ import annotations
@@ -31,20 +31,18 @@ from gnmr_fx.units import Handle, place_of, unit_at
 
 _library = torch.library.Library("gnmr_fx", "FRAGMENT")
 _library.define(
-    "frozen(Tensor x, Tensor payload, Tensor scales, Tensor? b, Tensor? offs, Tensor guard, str kind, str extra, str spec, str mode, "
-    "int[] shape) -> (Tensor, Tensor)",
+    "frozen(Tensor x, Tensor payload, Tensor scales, Tensor? b, Tensor? offs, Tensor guard, str kind, str extra, "
+    "str spec, str mode, int[] shape) -> (Tensor, Tensor)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 _library.define(
-    "frozen_grad(Tensor g, Tensor payload, Tensor scales, Tensor note, Tensor? offs, str kind, str extra, str spec, int[] shape, "
-    "SymInt[] x_shape) -> Tensor",
+    "frozen_grad(Tensor g, Tensor payload, Tensor scales, Tensor note, Tensor? offs, str kind, str extra, str spec, "
+    "int[] shape, SymInt[] x_shape) -> Tensor",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 
-_MODES = ("train", "no_grad", "high", "low")
-"""``"train"`` and ``"no_grad"``: by the guard, with and without a gradient to come; ``"high"``, ``"low"``: that path."""
 
-
+# ``mode``: "train" and "no_grad" take the path of the guard, and a gradient may come or not; "high" and "low" that path.
 def _frozen(
     x: Tensor,
     payload: Tensor,
@@ -222,8 +220,8 @@ def frozen_projection(
         x, b = x.to(dtype), None if b is None else b.to(dtype)
     elif x.dtype != w.dtype:
         raise UnsupportedInputError(
-            f"expected an input of {w.dtype}, the dtype of the frozen weight that is stored as {spec}, found {x.dtype}; "
-            "cast it, or run the model under torch.autocast"
+            f"expected an input of {w.dtype}, the dtype of the frozen weight that is stored as {spec}, found {x.dtype};"
+            " cast it, or run the model under torch.autocast"
         )
     if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
         raise UnsupportedTransformError(
@@ -242,11 +240,11 @@ def _not_the_weight(w: Tensor, spec: str) -> str:
         )
     if isinstance(w, nn.Parameter):
         return (
-            f"expected the frozen weight that gnmr-fx stores as {spec}, found another parameter ({type(w.data).__name__}, "
-            f"{tuple(w.shape)}) in its place: it was replaced, or sharded (FSDP2 is not supported by this recipe); call "
-            "gnmr_fx.uninstrument(model) before, and gnmr_fx.instrument after it"
+            f"expected the frozen weight that gnmr-fx stores as {spec}, found another parameter in its place "
+            f"({type(w.data).__name__}, {tuple(w.shape)}): it was replaced, or sharded (FSDP2 is not supported by this "
+            "recipe); call gnmr_fx.uninstrument(model) before that, and gnmr_fx.instrument after it"
         )
     return (
-        f"expected a projection that reads the whole of the frozen weight that gnmr-fx stores as {spec}, found one that "
-        f"reads a view or slice of it, of shape {tuple(w.shape)}; leave this operator alone with exclude=[...]"
+        f"expected a projection that reads the whole of the frozen weight that gnmr-fx stores as {spec}, found one "
+        f"that reads a view or slice of it, of shape {tuple(w.shape)}; leave this operator alone with exclude=[...]"
     )

@@ -71,8 +71,8 @@ class HookedWeight(NamedTuple):
 
 
 class WeightHooks:
-    """The hooks on what one model's units listen to: their weights, or their adapters' parameters, at most two hooks for
-    each of those. Keeps none of them alive."""
+    """The hooks on what one model's units listen to: their weights, or their adapters' parameters, at most two hooks
+    for each of those. Keeps none of them alive."""
 
     def __init__(self, num_units: int) -> None:
         self._of_unit: list[collections.deque[HookedWeight]] = [collections.deque() for _ in range(num_units)]
@@ -87,8 +87,8 @@ class WeightHooks:
         return False
 
     def attach(self, index: int, weight: Tensor, controller: weakref.ref[Listener], weights: int = 1) -> None:
-        """Hook ``weight`` for unit ``index``, which listens to so many weights; the oldest of its hooks goes if there are
-        two for each already."""
+        """Hook ``weight`` for unit ``index``, which listens to so many weights; the oldest of its hooks goes if there
+        are two for each already."""
         handle = weight.register_post_accumulate_grad_hook(GradientHook(controller, index))
         hooked = HookedWeight(TensorWeakRef(weight), id(weight), index, handle)
         self._of_unit[index].append(hooked)

@@ -121,8 +121,8 @@ class FrozenParameter(NamedTuple):
 
     def store(self, recipe: FrozenRecipe) -> None:
         """Put a :class:`FrozenWeight` in its place. With the residual on the host, the parameter moves there."""
-        stored = FrozenWeight.parameter(self.parameter, recipe.spec, recipe.residual)
-        self.parameter.data = stored.plain()  # type: ignore[attr-defined]
+        stored: Any = FrozenWeight.parameter(self.parameter, recipe.spec, recipe.residual)
+        self.parameter.data = stored.plain()
         for module, name in self.holders:
             module._parameters[name] = stored
             if plain_weights not in module._state_dict_hooks.values():
@@ -131,8 +131,8 @@ class FrozenParameter(NamedTuple):
     def restore(self) -> None:
         """Put it back, with the values that the weight has now, where it was not replaced since."""
         for module, name in self.holders:
-            stored = module._parameters.get(name)
-            if isinstance(stored, FrozenWeight):
+            stored = FrozenWeight.held_by(module, name)
+            if stored is not None:
                 self.parameter.data = stored.plain().to(stored.device)
                 module._parameters[name] = self.parameter
             for key in [key for key, hook in module._state_dict_hooks.items() if hook is plain_weights]:
@@ -141,9 +141,10 @@ class FrozenParameter(NamedTuple):
 
 def plain_weights(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
     """Hook of ``state_dict``: frozen weights as plain tensors of their exact values, where those are kept."""
-    for name, parameter in module._parameters.items():
-        if isinstance(parameter, FrozenWeight) and prefix + name in state:
-            state[prefix + name] = parameter.plain()
+    for name in module._parameters:
+        stored = FrozenWeight.held_by(module, name)
+        if stored is not None and prefix + name in state:
+            state[prefix + name] = stored.plain()
 
 
 class ModelController(Controller):

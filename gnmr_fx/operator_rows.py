@@ -23,8 +23,8 @@ from gnmr_fx.units import Observation, Unit
 
 @dataclass(frozen=True)
 class UnitRow:
-    """One recoverable unit. Bytes are per forward-backward pass; None before the first one. Under a recipe for frozen weights
-    they are those of the weight on its device, instead: as it was, in the low-cost format, and what recovery adds.
+    """One recoverable unit. Bytes are per forward-backward pass; None before the first one. Under a recipe for frozen
+    weights they are those of the weight on its device, instead: as it was, in the low-cost format, and what recovery adds.
 
     Attributes:
         index: of the unit's guard.
@@ -41,9 +41,9 @@ class UnitRow:
         bytes_low: what the low-cost path keeps. 0 for what ``stored_with`` counts.
         bytes_high: what the recovery path keeps; the unit's own, as under torch.compile. (In eager mode, units that
             share their input share this too, and it replaces the low-cost one instead of joining it.)
-        bytes_host: what is kept of the unit in host memory: the exact values of a weight that is stored in another format.
-        signal: what its norm is the norm of: the gradient of its ``"weight"``, those of its ``"adapters"``, or that of its
-            ``"output"``.
+        bytes_host: what is kept in host memory: the exact values of a weight that is stored in another format.
+        signal: what its norm is the norm of: the gradient of its ``"weight"``, those of its ``"adapters"``, or that of
+            its ``"output"``.
         stored_with: the first unit of the table that stores this unit's input, or some of it; ``""`` if that is itself.
         guard: ``"low"`` or ``"high"``: the path it is on now.
         times_recovered: how often it went onto the recovery path.

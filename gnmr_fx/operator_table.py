@@ -248,13 +248,21 @@ class _Document:
             *(line.cells for line in lines), strict=True
         )
         frozen = self.table.recipe.frozen is not None
-        headers = ("weight is\nfull", "kept as\nlow", "recovery\nadds") if frozen else ("kept\nfull", "per pass\nlow", "\nhigh")
+        headers = (
+            ("weight is\nfull", "kept as\nlow", "recovery\nadds")
+            if frozen
+            else ("kept\nfull", "per pass\nlow", "\nhigh")
+        )
         columns = [
             _Column("unit", [str(line.name) for line in lines]),
             _Column("operator", operators, once="{}"),
             _Column("weight", weights),
             _Column("", trainable, once="{}"),
-            *([_Column("signal", signal, once="signal from {}")] if frozen else [_Column("shares\ninput with", shared)]),
+            *(
+                [_Column("signal", signal, once="signal from {}")]
+                if frozen
+                else [_Column("shares\ninput with", shared)]
+            ),
             _Column("low\npath", low, once="low-cost path {}"),
             _Column("high\npath", high, once="recovery path {}"),
             *([] if self.table.scope is None else [_Column("stores", stored)]),

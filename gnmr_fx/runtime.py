@@ -586,8 +586,8 @@ class Controller:
             weights = (measured.norms for measured in now.pending) if now.pending else self._hooks.weights()
             device = distributed.device_for(groups, next(iter(weights), self.flags).device)
             self._agree(groups, device)
-        # Rows: norms (squared, to be summed over ranks and adapters), how many ranks have one, how many have seen the unit
-        # run. The last column tells whether all ranks are in the same state.
+        # Rows: norms (squared, to be summed over ranks and adapters), how many ranks have one, how many have seen the
+        # unit run. The last column tells whether all ranks are in the same state.
         table = torch.zeros(3, count + 1, dtype=torch.float64, device=device)
         squared = bool(groups) or self.recipe.frozen is not None
         for indices, norms, shards in now.pending:
@@ -778,8 +778,8 @@ class Controller:
         if self.recipe.frozen is None:
             return
         for unit, high in zip(self.units, self.flags.tolist(), strict=True):
-            weight = unit.parameter
-            if isinstance(weight, FrozenWeight):
+            weight = FrozenWeight.held_by(unit.module, unit.spec.parameter)
+            if weight is not None:
                 weight.store.recover() if high else weight.store.release()
 
     def _event(self, index: int, on: bool, changed: bool, decision: Decision | None, norms: Tensor | None) -> Event:

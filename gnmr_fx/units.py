@@ -227,8 +227,8 @@ class LeftAlone:
 
 @dataclass(eq=False)
 class Unit:
-    """A unit of a live model: its spec, the module that owns its weight, its index, what it stored, and the module whose
-    trainable parameters are its adapters, if its signal is theirs."""
+    """A unit of a live model: its spec, the module that owns its weight, its index, what it stored, and the module
+    whose trainable parameters are its adapters, if its signal is theirs."""
 
     spec: UnitSpec
     index: int

@@ -1,12 +1,12 @@
-"""Passes ``admit`` and ``freeze``: what a recipe for frozen weights needs of a model, and which of its projections are units.
+"""Passes ``admit`` and ``freeze``: what a recipe for frozen weights needs of a model, and which projections are units.
 
 Both do nothing under any other recipe. ``admit`` runs before everything else, and refuses weights that another library
 quantized, and a model that trains nothing. ``freeze`` keeps those units that are projections with a frozen weight, and
 finds what each one's signal is.
 
-A unit's adapters are the trainable parameters below the nearest module that holds its weight and any trainable one (PEFT's
-``LoraLayer``, or a module that holds weight and adapters itself). Where that is the whole model, a mere container, or a
-module that holds other units as well, they are not this unit's own, and its signal is the gradient of its output.
+A unit's adapters are the trainable parameters below the nearest module that holds its weight and any trainable one
+(PEFT's ``LoraLayer``, or a module that holds weight and adapters itself). Where that is the whole model, a mere container,
+or a module that holds other units as well, they are not this unit's own, and its signal is the gradient of its output.
 
 Invariants: no unit has a trainable weight; no parameter is an adapter of two units; what was a unit before is a unit or
 in ``left_alone``.
@@ -53,8 +53,8 @@ def admit(plan: Plan) -> Plan:
         reason = unfit(parameter)
         if reason and parameter.dim() >= 2 and _is_wanted(plan, name.removesuffix(".weight")):
             raise QuantizedWeightError(
-                f"expected plain floating-point weights to quantize, for {plan.recipe}, found that of {name!r}: it is a "
-                f"{_class_name(parameter)} of {parameter.dtype} ({reason}); load the model without that library's "
+                f"expected plain floating-point weights to quantize, for {plan.recipe}, found that of {name!r}: it is "
+                f"a {_class_name(parameter)} of {parameter.dtype} ({reason}); load the model without that library's "
                 "quantization, instrument it before it is sharded, or leave the operator alone with exclude=[...]"
             )
     return plan
@@ -84,7 +84,9 @@ def freeze(plan: Plan) -> Plan:
             "(peft.get_peft_model), or freeze its base weights (requires_grad_(False))"
         )
     held = Counter(path for unit in units for path in _outwards(unit.owner))  # units below each module
-    return replace(plan, units=tuple(_with_signal(plan.model, u, held) for u in units), left_alone=(*plan.left_alone, *left))
+    return replace(
+        plan, units=tuple(_with_signal(plan.model, u, held) for u in units), left_alone=(*plan.left_alone, *left)
+    )
 
 
 def _with_signal(model: nn.Module, unit: UnitSpec, held: Counter[str]) -> UnitSpec:
@@ -115,13 +117,11 @@ def _why_not(plan: Plan, unit: UnitSpec, spec: str) -> str:
 
 def holders_of(model: nn.Module, weight: Tensor) -> list[tuple[nn.Module, str]]:
     """The modules that hold ``weight``, and its names there."""
-    return [
-        (module, name) for module in model.modules() for name, own in module._parameters.items() if own is weight
-    ]
+    return [(module, name) for module in model.modules() for name, own in module._parameters.items() if own is weight]
 
 
 def _is_adapter(model: nn.Module, path: str) -> bool:
-    """Whether the module at ``path`` is part of an adapter, as PEFT's layers name them; it may be frozen, or inactive."""
+    """Whether the module at ``path`` is part of an adapter, as PEFT's layers name them; it may be inactive, so frozen."""
     module, inside = model, False
     for name in filter(None, path.split(".")):
         inside = inside or name in getattr(module, "adapter_layer_names", ())

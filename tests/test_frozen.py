@@ -57,8 +57,8 @@ def test_int8_errs_by_half_a_step_of_its_row(shape: tuple[int, ...], dtype: torc
     weight: Any = stored(x)
     found, expected = low(weight), x
     assert found.dtype == dtype
-    # A row spans at most 255 steps of the stored scale. Half a step, or one at the ends of the range (see formats), and the
-    # rounding of the result to the weight's dtype, half a unit in its last place.
+    # A row spans at most 255 steps of the stored scale. Half a step, or one at the ends of the range (see formats), and
+    # the rounding of the result to the weight's dtype, half a unit in its last place.
     rows = x.float().reshape(-1, shape[-1])
     scale = weight.scales[:, :1].float()
     span = rows.amax(1, keepdim=True).clamp(min=0) - rows.amin(1, keepdim=True).clamp(max=0)
@@ -84,8 +84,9 @@ def test_nf4_errs_by_half_a_gap_of_its_code() -> None:
     weight: Any = stored(x, NF4)
     blocks = x.reshape(-1, 64)
     scaler = blocks.abs().amax(1, keepdim=True)
-    # Codes are nearest among 16 values, whose widest gap is 1 - 0.6962; the scaler itself is stored in 8 bits around the
-    # mean, in groups of 64 here: off by at most half of 1/128 of its largest distance from the mean, 1 where that clips.
+    # Codes are nearest among 16 values, whose widest gap is 1 - 0.6962; the scaler itself is stored in 8 bits around
+    # the mean, in one group here: off by at most 1/128 of its largest distance from the mean (half of that, or one
+    # where the code 128 is clipped).
     scaler_error = (scaler - scaler.mean()).abs().max() / 128
     assert ((low(weight) - x).reshape(-1, 64).abs() <= scaler * (1 - 0.6962) / 2 + scaler_error).all()
     assert (low(weight) - x).norm() / x.norm() < 0.12  # NF4 on normal values: 0.096 at blocks of 64 (arXiv 2305.14314)

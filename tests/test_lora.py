@@ -20,7 +20,9 @@ from gnmr_fx.frozen import FrozenWeight, decode
 from gnmr_fx.instrument import ModelController
 from tests.loops import gradients, readable_kernels
 from tests.models import Built, cast, gpt2, llama, transformer_encoder
+from tests.ranks import on_ranks, own_part
 from tests.test_guarantees import assert_same, compiled_saved, optimizer_hooks, refused, storages, trace
+from tests.toys import WithAdapter
 
 INT8, NF4 = "lora-int8-bf16", "lora-nf4-bf16"
 BLIND = gnmr_fx.GnmrConfig(warmup_steps=10_000)  # decides nothing
@@ -185,19 +187,6 @@ def test_empty_batches_and_batch_dimensions() -> None:
         layer(x).sum().backward()
         stock(y).sum().backward()
         assert torch.equal(x.grad, y.grad)
-
-
-class WithAdapter(nn.Module):
-    """A frozen projection and its adapter in one module."""
-
-    def __init__(self, inner: nn.Linear, rank: int = 2) -> None:
-        super().__init__()
-        self.inner = inner.requires_grad_(False)
-        self.a = nn.Parameter(torch.randn(rank, inner.in_features))
-        self.b = nn.Parameter(torch.randn(inner.out_features, rank))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.inner(x) + x @ self.a.t() @ self.b.t()
 
 
 # One graph ------------------------------------------------------------------------------------------------------------
@@ -483,6 +472,38 @@ def test_the_budget_is_kept_and_weights_come_and_go() -> None:
     assert len(set(active)) > 1
 
 
+def ddp_steps(steps: int) -> tuple[list[list[float]], list[list[str]], list[Tensor]]:
+    """Norms and active units of each step, and the adapters in the end, on this rank."""
+    from tests.ranks import recorded as on_rank
+
+    with readable_kernels():
+        torch.manual_seed(0)
+        model: Any = nn.Sequential(*(WithAdapter(nn.Linear(32, 32)) for _ in range(3)))
+        config = gnmr_fx.GnmrConfig(alpha=1.01, beta=1.01, window=2, lock_steps=2, warmup_steps=1)
+        gnmr_fx.instrument(model, INT8, max_active=1, config=config)
+        controller = gnmr_fx.controller(model)
+        call = nn.parallel.DistributedDataParallel(model) if torch.distributed.is_initialized() else model
+        optimizer = torch.optim.SGD((p for p in model.parameters() if p.requires_grad), lr=0.1)
+        active = []
+        with on_rank() as norms:
+            for step in range(steps):
+                batch = torch.randn(8, 32, generator=torch.Generator().manual_seed(step)) * (1 + 3 * (step % 3 == 2))
+                call(own_part(batch)).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                active.append(controller.active)
+        return norms, active, [p.detach() for p in model.parameters() if p.requires_grad]
+
+
+def test_ddp_decides_as_one_process() -> None:
+    norms, active, adapters = ddp_steps(6)
+    assert any(active)
+    for rank_norms, rank_active, rank_adapters in on_ranks(2, ddp_steps, 6):
+        assert torch.allclose(torch.tensor(rank_norms), torch.tensor(norms), rtol=1e-5)
+        assert rank_active == active
+        assert all(torch.allclose(a, b, rtol=1e-4, atol=1e-6) for a, b in zip(rank_adapters, adapters, strict=True))
+
+
 # PEFT -----------------------------------------------------------------------------------------------------------------
 
 
@@ -641,7 +662,9 @@ def test_state_dicts_load() -> None:
     built.model.load_state_dict(other)
     assert equal(dict(built.model.state_dict()), dict(other))
     weight: Any = controller.units[0].weight
-    assert torch.equal(weight.store.low.payload, FrozenWeight.parameter(weight + 0, "int8/token/nearest", "host").payload)
+    assert torch.equal(
+        weight.store.low.payload, FrozenWeight.parameter(weight + 0, "int8/token/nearest", "host").payload
+    )
     controller.load_state_dict(controller.state_dict())
 
 
