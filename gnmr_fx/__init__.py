@@ -8,12 +8,14 @@ print(gnmr_fx.table(model))
 from gnmr_fx.audit import Audit, audit
 from gnmr_fx.config import GnmrConfig
 from gnmr_fx.errors import (
+    AdapterError,
     AlreadyInstrumentedError,
     AuditError,
     BudgetError,
     ConfigError,
     DoubleBackwardError,
     FormatError,
+    FrozenWeightError,
     GnmrError,
     GnmrWarning,
     InvariantError,
@@ -23,18 +25,20 @@ from gnmr_fx.errors import (
     NoRecoverableOperatorError,
     NotInstrumentedError,
     PatternError,
+    QuantizedWeightError,
     RankMismatchError,
     RecipeError,
     StateMismatchError,
     UnknownRecipeError,
     UnknownUnitError,
     UnsupportedBackendError,
+    UnsupportedInputError,
     UnsupportedTensorError,
     UnsupportedTransformError,
 )
 from gnmr_fx.instrument import controller, instrument, uninstrument
 from gnmr_fx.operator_table import Table, table
-from gnmr_fx.recipe import RECIPES, Format, GemmPaths, GemmRecipe, Operands, Recipe, dsv3, dynamic_gemm
+from gnmr_fx.recipe import RECIPES, Format, FrozenRecipe, GemmPaths, GemmRecipe, Operands, Recipe, dsv3, dynamic_gemm
 from gnmr_fx.report import Report, report
 from gnmr_fx.scope import AllSaved
 
@@ -42,6 +46,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "RECIPES",
+    "AdapterError",
     "AllSaved",
     "AlreadyInstrumentedError",
     "Audit",
@@ -51,6 +56,8 @@ __all__ = [
     "DoubleBackwardError",
     "Format",
     "FormatError",
+    "FrozenRecipe",
+    "FrozenWeightError",
     "GemmPaths",
     "GemmRecipe",
     "GnmrConfig",
@@ -64,6 +71,7 @@ __all__ = [
     "NotInstrumentedError",
     "Operands",
     "PatternError",
+    "QuantizedWeightError",
     "RankMismatchError",
     "Recipe",
     "RecipeError",
@@ -73,6 +81,7 @@ __all__ = [
     "UnknownRecipeError",
     "UnknownUnitError",
     "UnsupportedBackendError",
+    "UnsupportedInputError",
     "UnsupportedTensorError",
     "UnsupportedTransformError",
     "audit",

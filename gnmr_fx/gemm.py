@@ -48,7 +48,7 @@ class Spec(NamedTuple):
     @classmethod
     def of_eval(cls, recipe: GemmRecipe) -> Spec:
         """The text of what runs in ``eval()``: one path, whatever the guard says."""
-        chosen = {gemm: getattr(getattr(recipe, gemm), recipe.eval_path) for gemm in GEMMS}
+        chosen = {gemm: getattr(getattr(recipe, gemm), recipe.evaluate) for gemm in GEMMS}
         return cls._of({gemm: GemmPaths(operands, operands) for gemm, operands in chosen.items()}, recipe.backend)
 
     @classmethod

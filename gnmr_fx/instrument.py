@@ -6,7 +6,7 @@ import functools
 import types
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import nn
@@ -19,12 +19,14 @@ from gnmr_fx.errors import (
     PatternError,
     RecipeError,
 )
+from gnmr_fx.frozen import FrozenWeight
 from gnmr_fx.gemm import check_native
 from gnmr_fx.passes import pipeline
 from gnmr_fx.passes.find import OUTPUT_HEAD
+from gnmr_fx.passes.freeze import holders_of
 from gnmr_fx.passes.plan import Forward, Plan, Selection
 from gnmr_fx.passes.rewrite import ORIGINAL_FORWARD, compile_forward
-from gnmr_fx.recipe import Recipe, get_recipe
+from gnmr_fx.recipe import FrozenRecipe, Recipe, get_recipe
 from gnmr_fx.runtime import Controller, Site
 from gnmr_fx.saved import MarkHead, Saver
 from gnmr_fx.scope import AllSaved, get_scope
@@ -118,8 +120,44 @@ class RootForward:
                 del head._forward_hooks[key]
 
 
+class FrozenParameter(NamedTuple):
+    """A frozen parameter that is stored in another format, and where: ``(module, name)`` of all that hold it."""
+
+    parameter: nn.Parameter
+    holders: tuple[tuple[nn.Module, str], ...]
+
+    def store(self, recipe: FrozenRecipe) -> None:
+        """Put a :class:`FrozenWeight` in its place. With the residual on the host, the parameter moves there."""
+        stored: Any = FrozenWeight.parameter(self.parameter, recipe.spec, recipe.residual)
+        self.parameter.data = stored.plain()
+        for module, name in self.holders:
+            module._parameters[name] = stored
+            if plain_weights not in module._state_dict_hooks.values():
+                module.register_state_dict_post_hook(plain_weights)
+
+    def restore(self) -> None:
+        """Put it back, with the values that the weight has now, where it was not replaced since."""
+        for module, name in self.holders:
+            stored = FrozenWeight.held_by(module, name)
+            if stored is not None:
+                self.parameter.data = stored.plain().to(stored.device)
+                module._parameters[name] = self.parameter
+            for key in [key for key, hook in module._state_dict_hooks.items() if hook is plain_weights]:
+                del module._state_dict_hooks[key]
+
+
+def plain_weights(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+    """Hook of ``state_dict``: frozen weights as plain tensors of their exact values, where those are kept."""
+    for name in module._parameters:
+        stored = FrozenWeight.held_by(module, name)
+        if stored is not None and prefix + name in state:
+            state[prefix + name] = stored.plain()
+
+
 class ModelController(Controller):
     """A :class:`Controller` that also knows the generated forwards and the operators left alone."""
+
+    frozen: list[FrozenParameter]
 
     forwards: list[InstalledForward]
     left_alone: tuple[LeftAlone, ...]
@@ -185,6 +223,11 @@ def instrument(
     chosen, everything = get_recipe(recipe), get_scope(scope)
     if config is not None and not isinstance(config, GnmrConfig):
         raise ConfigError(f"config: expected a GnmrConfig or None, found {config!r}. Build one with GnmrConfig(...).")
+    if chosen.frozen is not None and everything is not None:
+        raise RecipeError(
+            f"scope: expected 'projections' with a recipe for frozen weights, found 'all' with {chosen}; such a recipe "
+            "says how weights are stored and no saved activation, so there is nothing to store for scope 'all'"
+        )
     settings = config or GnmrConfig()
     if settings.budget_unit == "units":
         resolve_budget(max_active, 1)
@@ -201,7 +244,15 @@ def install(
     model: nn.Module, plan: Plan, config: GnmrConfig, max_active: int | float, scope: AllSaved | None = None
 ) -> ModelController:
     """Put a checked plan into force on its model."""
-    units = [Unit(spec, index, model.get_submodule(spec.owner)) for index, spec in enumerate(plan.units)]
+    units = [
+        Unit(
+            spec,
+            index,
+            model.get_submodule(spec.owner),
+            adapters=model.get_submodule(spec.adapters) if spec.signal == "adapters" else None,
+        )
+        for index, spec in enumerate(plan.units)
+    ]
     controller = ModelController(
         units, plan.recipe, config, max_active, seed=torch.initial_seed() & _SEED_MASK, scope=scope
     )
@@ -216,9 +267,19 @@ def install(
         is_site = any(not forward.site for forward in plan.forwards)
         replaced = None if is_site else model.__dict__.get("forward")
         controller.root = RootForward(model, controller.saver, tuple(heads), is_site, replaced)
+    if plan.recipe.frozen is not None:
+        controller.trained = model
+    controller.frozen = []
     try:
         # First: a pickle restores attributes in their order, and the forward has to be in place before it is looked up.
         object.__setattr__(model, CONTROLLER, controller)
+        if plan.recipe.frozen is not None:
+            for unit in units:
+                weight = unit.parameter
+                assert weight is not None
+                frozen = FrozenParameter(weight, tuple(holders_of(model, weight)))
+                controller.frozen.append(frozen)
+                frozen.store(plan.recipe.frozen)
         controller.connect()
         controller.reinstall()
     except BaseException:
@@ -242,6 +303,8 @@ def remove(model: nn.Module, installed: ModelController) -> None:
     """Take a controller, its handles and its forwards off the model."""
     installed.remove_forwards()
     installed.disconnect()
+    for frozen in installed.frozen:
+        frozen.restore()
     model.__dict__.pop(CONTROLLER, None)
 
 

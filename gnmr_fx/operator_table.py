@@ -109,8 +109,8 @@ class Table:
 
         ``bytes_full`` and ``bytes_low`` per pass and their ``ratio`` (None before a pass); ``bytes_recovery_max``, what
         recovery can add to that at most: the largest ``budget`` recovery payloads, or a budget in bytes itself; numbers
-        of ``units``, of those
-        ``units_known`` in bytes and ``units_active`` now.
+        of ``units``, of those ``units_known`` in bytes and ``units_active`` now; and ``bytes_host``, what is kept in
+        host memory.
         """
         known = [row for row in self.units if row.bytes_full is not None]
         full, low = sum(row.bytes_full or 0 for row in known), sum(row.bytes_low or 0 for row in known)
@@ -123,6 +123,7 @@ class Table:
             "bytes_low": low,
             "ratio": full / low if low else None,
             "bytes_recovery_max": self._recovery_max(high),
+            "bytes_host": sum(row.bytes_host for row in self.units),
         }
 
     def _recovery_max(self, high: Sequence[int]) -> int:
@@ -259,7 +260,7 @@ class _Document:
     def _columns(self) -> list[_Column]:
         lines = [self._line(row) for row in self.table.units]
         lines = collapse(lines) if len(lines) > MAX_ROWS else lines
-        operators, weights, trainable, shared, low, high, gemm_low, gemm_high, stored, *kept, marks = zip(
+        operators, weights, trainable, shared, low, high, gemm_low, gemm_high, stored, *kept, signal, marks = zip(
             *(line.cells for line in lines), strict=True
         )
         kept_full, kept_low, kept_high = kept
@@ -268,19 +269,29 @@ class _Document:
             _Column("GEMMs\nlow path", gemm_low, once="GEMMs {}"),
             _Column("GEMMs\nhigh path", gemm_high, once="on recovery {}"),
         ]
+        frozen = self.table.recipe.frozen is not None
+        headers = (
+            ("weight is\nfull", "kept as\nlow", "recovery\nadds")
+            if frozen
+            else ("kept\nfull", "per pass\nlow", "\nhigh")
+        )
         columns = [
             _Column("unit", [str(line.name) for line in lines]),
             _Column("operator", operators, once="{}"),
             _Column("weight", weights),
             _Column("", trainable, once="{}"),
-            _Column("shares\ninput with", shared),
+            *(
+                [_Column("signal", signal, once="signal from {}")]
+                if frozen
+                else [_Column("shares\ninput with", shared)]
+            ),
             *([] if self.table.recipe.gemm is None else gemms),
             _Column("low\npath", low, once=f"{saved}low-cost path {{}}"),
             _Column("high\npath", high, once=f"{saved}recovery path {{}}"),
             *([] if self.table.scope is None else [_Column("stores", stored)]),
-            _Column("kept\nfull", kept_full, "r"),
-            _Column("per pass\nlow", kept_low, "r"),
-            _Column("\nhigh", kept_high, "r"),
+            _Column(headers[0], kept_full, "r"),
+            _Column(headers[1], kept_low, "r"),
+            _Column(headers[2], kept_high, "r"),
             _Column("guard\nnow", [line.guard for line in lines]),
             _Column("times\nhigh", [_span(line.times) for line in lines], "r"),
             _Column("steps\nhigh", [_span(line.steps) for line in lines], "r"),
@@ -295,13 +306,14 @@ class _Document:
             "×".join(map(str, row.shape)),
             "trainable" if row.trainable else "frozen",
             listed([relative_name(name, row.unit) for name in row.shares_input_with]),
-            _format_label(recipe.low, row.dtypes),
-            _format_label(recipe.high, row.dtypes),
+            _format_label(recipe.low, row.dtypes) if recipe.frozen is None else row.low_format,
+            _format_label(recipe.high, row.dtypes) if recipe.frozen is None else f"exact ({'/'.join(row.dtypes)})",
             *(_gemm_label(recipe.gemm, path, row.backends) for path in ("low", "high")),
             "\n".join(_stored(activation, recipe) for activation in row.activations) or "-",
             with_unit or human_bytes(row.bytes_full),
             with_unit or human_bytes(row.bytes_low),
             human_bytes(row.bytes_high),
+            row.signal,
             " ".join(sorted(self.footnotes.setdefault(note, f"[{len(self.footnotes) + 1}]") for note in row.notes)),
         )
         times, steps = row.times_recovered, row.steps_recovered
@@ -348,7 +360,13 @@ class _Document:
             yield "scope all: whatever autograd keeps, from the output head on " + (
                 "too" if self.table.scope.loss_head else "not included"
             )
-        if totals["ratio"]:
+        if self.table.recipe.frozen is not None:
+            yield f"frozen weights on their device: {full} as they were -> {low}, {1 / totals['ratio']:.3f} of it"
+            yield (
+                f"recovery adds at most {recovery}: the {counted(min(budget, units), 'largest weight')}; "
+                f"{human_bytes(totals['bytes_host'])} of exact values in host memory"
+            )
+        elif totals["ratio"]:
             part = "" if known == units else f" (in the {known} of {units} units that have run)"
             yield f"kept for the backward per pass: {full} full -> {low} low, {totals['ratio']:.2f}x less{part}"
             most = f": the {counted(int(min(budget, units)), 'largest high payload')}"

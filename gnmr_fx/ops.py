@@ -32,6 +32,7 @@ from gnmr_fx import gemm, kernels
 from gnmr_fx.distributed import Layout, layout_of, local_value
 from gnmr_fx.errors import DoubleBackwardError, UnsupportedBackendError, UnsupportedTransformError
 from gnmr_fx.formats import Encoded, empty_encoded
+from gnmr_fx.frozen_ops import frozen_projection
 from gnmr_fx.projections import KINDS
 from gnmr_fx.recipe import Format
 from gnmr_fx.scope import AllSaved
@@ -329,6 +330,8 @@ def guarded_projection(
         FormatError, NativeKernelError, UnsupportedTensorError: where a recipe for GEMMs cannot be followed.
         UnsupportedTransformError: under a ``torch.func`` transform.
     """
+    if handle.frozen is not None:
+        return frozen_projection(kind, extra, x, w, b, offs, handle, training)
     eager = not torch.compiler.is_compiling()
     if handle.gemms is not None:
         return _low_precision(kind, extra, x, w, b, offs, handle, training, eager)

@@ -502,7 +502,7 @@ def test_eval_runs_the_recovery_path_unless_asked_otherwise() -> None:
         model.zero_grad()
         gnmr_fx.uninstrument(model)
         paths = {name: getattr(recipe.gemm, name) for name in gemm.GEMMS}
-        gnmr_fx.instrument(model, Recipe(recipe.low, recipe.high, gemm=GemmRecipe(**paths, eval_path="low")))
+        gnmr_fx.instrument(model, Recipe(recipe.low, recipe.high, gemm=GemmRecipe(**paths, evaluate="low")))
         assert torch.equal(model(x), outputs["low"])
         gnmr_fx.uninstrument(model)
     assert torch.equal(model(x), stock)

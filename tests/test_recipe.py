@@ -199,7 +199,7 @@ def test_gemm_recipes() -> None:
         (lambda: GemmPaths(low=Format("int8")), "GemmPaths.low"),
         (lambda: GemmRecipe(output=FULL), "GemmRecipe.output"),
         (lambda: GemmRecipe(backend="fast"), "'fast'"),
-        (lambda: GemmRecipe(eval_path="guard"), "'guard'"),
+        (lambda: GemmRecipe(evaluate="guard"), "'guard'"),
         (lambda: Recipe(Format("none"), Format("none"), gemm=FULL), "Recipe.gemm"),
         (lambda: Recipe(Format("int4", "block"), Format("none")), "blocks are for weights"),
         (lambda: dsv3("fp6"), "'fp6'"),
