@@ -23,17 +23,17 @@ examples:
 exit codes: 0 all went well, 1 the model cannot be built or instrumented, 2 wrong use or a file that cannot be read
 """
 _TABLE = """\
-Print the recoverable operators of a model and what they keep for the backward, without running it: it is built on the
-meta device, so a model of any size takes seconds and no memory to speak of. Nothing is downloaded.
+Print the recoverable operators of a model and what they keep for the backward, without running it: it is built on
+the meta device, so a model of any size takes seconds and no memory to speak of. Nothing is downloaded.
 """
 _TABLE_EPILOG = """\
 MODEL is one of
   a folder with a Hugging Face config.json, or that file
-  module:callable    what is called without arguments and returns a torch.nn.Module, or a pair of it and example inputs
-                     (a tuple, a dict or a tensor); the current folder is on the import path
+  module:callable    what is called without arguments and returns a torch.nn.Module, or a pair of it and example
+                     inputs (a tuple, a dict or a tensor); the current folder is on the import path
 
-Bytes need inputs: token ids of --batch × --sequence, or --batch images, for a Hugging Face model; else the example inputs.
-With --scope all they are those of eager mode: under torch.compile, its partitioner decides what is kept.
+Bytes need inputs: token ids of --batch × --sequence, or --batch images, for a Hugging Face model; else the example
+inputs. With --scope all they are those of eager mode: under torch.compile, its partitioner decides what is kept.
 
 examples:
   gnmr-fx table ./Llama-3-70B --batch 1 --sequence 8192 --recipe saved-int2-int8

@@ -37,7 +37,7 @@ class CommandError(Exception):
 
 
 def execute(arguments: argparse.Namespace) -> int:
-    """Run the command that was parsed; returns the exit code. Errors go to stderr as one message, without a traceback."""
+    """Run the command that was parsed; returns the exit code. An error is one line on stderr, without a traceback."""
     command: Callable[[argparse.Namespace], None] = {"table": _table, "report": _report, "doctor": _doctor}[
         arguments.command
     ]
@@ -48,16 +48,17 @@ def execute(arguments: argparse.Namespace) -> int:
     except BrokenPipeError:  # the reader of the output has gone, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return OK
-    except CommandError as error:
-        message, code = str(error), error.code
-    except _MISUSE as error:
-        message, code = str(error), USAGE
-    except GnmrError as error:
-        message, code = f"{type(error).__name__}: {error}", UNFIT_MODEL
-    if arguments.traceback:
-        traceback.print_exc()
-    print(f"gnmr-fx: {message}", file=sys.stderr)
-    return code
+    except (CommandError, GnmrError) as error:
+        if arguments.traceback:
+            traceback.print_exception(error)
+        if isinstance(error, CommandError):
+            message, code = str(error), error.code
+        elif isinstance(error, _MISUSE):
+            message, code = str(error), USAGE
+        else:
+            message, code = f"{type(error).__name__}: {error}", UNFIT_MODEL
+        _note(message)
+        return code
 
 
 @contextlib.contextmanager
@@ -195,7 +196,9 @@ def _from_callable(spec: str, dtype: torch.dtype | None) -> Built:
         module = importlib.import_module(module_name)
     except Exception as error:
         what = "found none of that name" if _is_missing(error, module_name) else f"found {type(error).__name__}"
-        raise CommandError(f"expected to import the module {module_name!r}, {what}: {_first_line(error)}", USAGE) from error
+        raise CommandError(
+            f"expected to import the module {module_name!r}, {what}: {_first_line(error)}", USAGE
+        ) from error
     finally:
         sys.path.remove(os.getcwd())
     build: Any = module
@@ -208,14 +211,15 @@ def _from_callable(spec: str, dtype: torch.dtype | None) -> Built:
             made = build()
     except Exception as error:
         raise CommandError(
-            f"expected {spec} to return a module (it is called with torch.device('meta') in force), found that it raises "
-            f"{type(error).__name__}: {_first_line(error)}; --traceback shows where",
+            f"expected {spec} to return a module (it is called with torch.device('meta') in force), found that it "
+            f"raises {type(error).__name__}: {_first_line(error)}; --traceback shows where",
             UNFIT_MODEL,
         ) from error
     pair = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
     if not isinstance(pair[0], nn.Module):
         raise CommandError(
-            f"expected {spec} to return a torch.nn.Module, or a pair of one and its inputs, found a {type(made).__name__}",
+            f"expected {spec} to return a torch.nn.Module, or a pair of one and its inputs, found a "
+            f"{type(made).__name__}",
             UNFIT_MODEL,
         )
     return Built(pair[0] if dtype is None else pair[0].to(dtype), pair[1])
@@ -238,7 +242,9 @@ def _report(arguments: argparse.Namespace) -> None:
     try:
         log = read_log(arguments.log)
     except OSError as error:
-        raise CommandError(f"expected a log of gnmr-fx, found that {arguments.log} does not open: {error.strerror}", USAGE)
+        raise CommandError(
+            f"expected a log of gnmr-fx, found that {arguments.log} does not open: {error.strerror}", USAGE
+        ) from error
     found = log.report()
     print(found.to_json(2) if arguments.json else found)
     if log.cut:
@@ -247,7 +253,9 @@ def _report(arguments: argparse.Namespace) -> None:
         try:
             print(f"plot written to {found.plot(arguments.plot)}", file=sys.stderr)
         except (OSError, ValueError) as error:
-            raise CommandError(f"expected to write a plot to {arguments.plot}, found {_first_line(error)}", USAGE) from error
+            raise CommandError(
+                f"expected to write a plot to {arguments.plot}, found {_first_line(error)}", USAGE
+            ) from error
 
 
 # doctor --------------------------------------------------------------------------------------------------------------
@@ -262,5 +270,3 @@ def _doctor(arguments: argparse.Namespace) -> None:
 
 if __name__ == "__main__":
     sys.exit(main())
-
-

@@ -25,7 +25,17 @@ from gnmr_fx.text import grid, to_json
 
 __all__ = ["Examination", "Tried", "devices", "examine"]
 
-PACKAGES = ("gnmr-fx", "torch", "torchao", "transformers", "peft", "accelerate", "lightning", "tensorboard", "matplotlib")
+PACKAGES = (
+    "gnmr-fx",
+    "torch",
+    "torchao",
+    "transformers",
+    "peft",
+    "accelerate",
+    "lightning",
+    "tensorboard",
+    "matplotlib",
+)
 _COMPILE_SECONDS = 20.0
 _CPU_FEATURES = (
     ("AVX2", "_is_avx2_supported"),

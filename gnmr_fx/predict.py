@@ -1,8 +1,8 @@
 """The table of a model that is not run: bytes from shapes, whatever the model's size.
 
-The model is built on the meta device and given fake parameters; its forward then runs once on fake tensors, which have
-shapes and dtypes and no values or memory. What each projection reads, and in scope "all" what autograd would keep in eager
-mode, is counted by the same code that counts it in a real run.
+The model is built on the meta device and given fake parameters; its forward then runs on fake tensors, which have shapes
+and dtypes and no values or memory. What each projection reads, and in scope "all" what autograd would keep in eager mode,
+is counted as it is in a real run.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ def predict(
             shapes and dtypes matter. None where none are known: then bytes are not known either.
 
     Returns:
-        A :class:`Table` whose ``predicted`` says what its bytes are for. In scope ``"all"`` they are those of eager mode:
-        under torch.compile, Inductor's partitioner decides what is kept.
+        A :class:`Table` whose ``predicted`` says what its bytes are for. In scope ``"all"`` they are those of eager
+        mode: under torch.compile, Inductor's partitioner decides what is kept.
 
     Raises:
         NoRecoverableOperatorError, PatternError, BudgetError, ...: as :func:`gnmr_fx.instrument` does.
@@ -90,7 +90,9 @@ def predict(
 
 def _what_for(arguments: tuple[tuple[Any, ...], Mapping[str, Any]], scope: AllSaved | None) -> str:
     shapes = [f"{'×'.join(map(str, value.shape))}" for value in arguments[0] if isinstance(value, Tensor)]
-    shapes += [f"{n} {'×'.join(map(str, value.shape))}" for n, value in arguments[1].items() if isinstance(value, Tensor)]
+    shapes += [
+        f"{n} {'×'.join(map(str, value.shape))}" for n, value in arguments[1].items() if isinstance(value, Tensor)
+    ]
     how = "" if scope is None else ", for eager mode: under torch.compile its partitioner decides what is kept"
     return f"from shapes, without a run; inputs {', '.join(shapes)}{how}"
 
@@ -154,7 +156,7 @@ def faked(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
                 if value is not None:
                     if id(value) not in made:
                         made[id(value)] = (value, _fake(value, mode))
-                    values[name] = made[id(value)][1]  # type: ignore[assignment]
+                    values[name] = made[id(value)][1]
     return model
 
 
@@ -179,6 +181,4 @@ def inputs_of(model: nn.Module, batch: int, sequence: int) -> dict[str, Tensor] 
     if found is None:
         return None
     sizes = {name: value.shape[1:] if value.is_floating_point() else (sequence,) for name, value in found.items()}
-    return {
-        name: torch.empty((batch, *sizes[name]), dtype=value.dtype, device="meta") for name, value in found.items()
-    }
+    return {name: torch.empty((batch, *sizes[name]), dtype=value.dtype, device="meta") for name, value in found.items()}

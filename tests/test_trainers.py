@@ -118,7 +118,9 @@ def test_trainer_logs_saves_and_resumes_exactly(tmp_path, capsys):
             assert logged[line["step"]][f"gnmr_fx/{name}"] == line[name]
     assert "gnmr_fx/active_units" in capsys.readouterr().out  # what the Trainer prints has them as well
     events = read_tensorboard(whole / "tb").Scalars("gnmr_fx/active_units")
-    assert [(event.step, event.value) for event in events] == [(line["step"], line["active_units"]) for line in log.steps]
+    assert [(event.step, event.value) for event in events] == [
+        (line["step"], line["active_units"]) for line in log.steps
+    ]
 
     resumed = tmp_path / "resumed"
     shutil.copytree(whole / f"checkpoint-{SAVED_AT}", resumed / f"checkpoint-{SAVED_AT}")
@@ -286,7 +288,9 @@ class Lit(lightning.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-2)
 
 
-def fit(folder: Path, callback: LightningCallback, module: Lit, ckpt: Path | None = None, epochs: int = 2, steps: int = -1) -> Any:
+def fit(
+    folder: Path, callback: LightningCallback, module: Lit, ckpt: Path | None = None, epochs: int = 2, steps: int = -1
+) -> Any:
     from lightning.pytorch.callbacks import ModelCheckpoint
 
     torch.manual_seed(0)
@@ -302,13 +306,17 @@ def fit(folder: Path, callback: LightningCallback, module: Lit, ckpt: Path | Non
         logger=CSVLogger(folder, name="", version=""),
         callbacks=[callback, ModelCheckpoint(folder, "{step}", every_n_epochs=1, save_top_k=-1)],
     )
-    half = Subset(Tokens(), range(4 * SAVED_AT))  # Lightning resumes at the start of an epoch, as this loader has no state
+    half = Subset(
+        Tokens(), range(4 * SAVED_AT)
+    )  # Lightning resumes at the start of an epoch, as this loader has no state
     trainer.fit(module, DataLoader(half, batch_size=2), ckpt_path=ckpt)
     return trainer
 
 
 def test_lightning_logs_saves_and_resumes_exactly(tmp_path):
-    callback = LightningCallback(**OPTIONS, submodule="model", jsonl=tmp_path / "gnmr.jsonl", tensorboard=tmp_path / "tb")
+    callback = LightningCallback(
+        **OPTIONS, submodule="model", jsonl=tmp_path / "gnmr.jsonl", tensorboard=tmp_path / "tb"
+    )
     module = Lit()
     fit(tmp_path, callback, module)
     controller = gnmr_fx.controller(module.model)
@@ -444,7 +452,9 @@ def test_torchtitans_protocol(tmp_path):
     for layer in module:
         layer.reset_parameters()
     optimizer = OptimizersContainer([torch.optim.AdamW(module.parameters(), lr=1e-3)])
-    optimizer.register_step_post_hook(lambda *_: converter.post_optimizer_hook([module]))  # as torchtitan's trainer does
+    optimizer.register_step_post_hook(
+        lambda *_: converter.post_optimizer_hook([module])
+    )  # as torchtitan's trainer does
     for x in noisy(12):
         module(x).square().mean().backward()
         optimizer.step()
@@ -464,5 +474,3 @@ def test_torchtitans_pipelines_are_refused():
 
     with pytest.raises(ConfigError, match="pipeline"):
         GnmrConverter.Config().build(parallel_dims=Dims(), model_compile_enabled=True)
-
-

@@ -50,8 +50,9 @@ _TRAINER_STATE = "trainer_state.json"
 class GnmrCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
     """Budgeted recovery in a Trainer.
 
-    The model is instrumented when training begins, whatever the Trainer has wrapped it in by then (``torch.compile``, DDP,
-    FSDP2, autocast): nothing is traced before the first forward. A model that is instrumented already is used as it is.
+    The model is instrumented when training begins, whatever the Trainer has wrapped it in by then (``torch.compile``,
+    DDP, FSDP2, autocast): nothing is traced before the first forward. A model that is instrumented already is used as
+    it is.
 
     Args:
         recipe, max_active, scope, config, include, exclude, example_inputs: as for :func:`gnmr_fx.instrument`.
@@ -111,7 +112,7 @@ class GnmrCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
         return controller(self.model)
 
     def attach(self, trainer: Any) -> Self:
-        """Become ``trainer``'s first callback, so that trackers such as wandb and TensorBoard get the numbers as well."""
+        """Become ``trainer``'s first callback, so that trackers such as wandb and TensorBoard get the numbers too."""
         callbacks = trainer.callback_handler.callbacks
         if self in callbacks:
             callbacks.remove(self)
@@ -135,8 +136,8 @@ class GnmrCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
             self._loggers = open_loggers(self.controller, self.jsonl, self.tensorboard)
         if args.report_to and not self._is_first:
             warnings.warn(
-                f"expected gnmr-fx's callback before those of report_to={args.report_to}, found it behind them, so they do "
-                "not get its numbers: call GnmrCallback(...).attach(trainer) instead of callbacks=[...]",
+                f"expected gnmr-fx's callback before those of report_to={args.report_to}, found it behind them, so "
+                "they do not get its numbers: call GnmrCallback(...).attach(trainer) instead of callbacks=[...]",
                 GnmrWarning,
                 stacklevel=2,
             )
@@ -195,15 +196,16 @@ class GnmrCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
             if folder is None:
                 raise MissingStateError(
                     f"expected the checkpoint of step {state.global_step} that the Trainer resumes from at "
-                    f"{_checkpoint(args, state)}, found another or none there, and a callback is not told its place; pass "
-                    "GnmrCallback(resume_from=the checkpoint's folder)"
+                    f"{_checkpoint(args, state)}, found another or none there, and a callback is not told its place; "
+                    "pass GnmrCallback(resume_from=the checkpoint's folder)"
                 )
             raise no_state(f"in {folder} ({STATE_FILE})")
         try:
             saved = torch.load(file, map_location="cpu", weights_only=True)
         except Exception as error:  # zip, pickle and storage errors of many types
             raise StateMismatchError(
-                f"expected a controller state at {file}, found a file that does not load ({type(error).__name__}: {error})"
+                f"expected a controller state at {file}, found a file that does not load "
+                f"({type(error).__name__}: {error})"
             ) from error
         if not isinstance(saved, dict):
             raise StateMismatchError(f"expected a controller state at {file}, found a {type(saved).__name__}")

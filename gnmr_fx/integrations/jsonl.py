@@ -1,7 +1,7 @@
 """A log as a text file: a header line, then one JSON object per optimizer step.
 
-It holds what :func:`gnmr_fx.report` needs, so the report can be made from the file alone, after the run or while it goes
-on, and plain numbers beside that, for any other reader (``pandas.read_json(path, lines=True)``).
+It holds what :func:`gnmr_fx.report` needs, so the report can be made from the file alone, after the run or while it
+goes on, and plain numbers beside that, for any other reader (``pandas.read_json(path, lines=True)``).
 
 Line 1, the header: ``{"gnmr_fx": version, "log": 1, "recipe": {...}, "scope": ..., "units": [names], "budget": units,
 "config": {...}, "start": {...}}``. Every other line: ``{"step": ..., **step_metrics, "active": [indices of units],
@@ -32,7 +32,7 @@ from gnmr_fx.report import Report
 from gnmr_fx.runtime import Event
 from gnmr_fx.text import counted, recipe_data, to_json
 
-__all__ = ["Log", "JsonlLogger", "read_log"]
+__all__ = ["JsonlLogger", "Log", "read_log"]
 
 LOG_VERSION = 1
 _SCHEDULE = "schedule"
@@ -46,9 +46,9 @@ class JsonlLogger:
         model: the instrumented model, or its controller.
         overwrite: whether a run that starts anew may replace the log of another.
 
-    If the file is there already and the controller has made steps (a resumed run), the log goes on: lines of steps after
-    the controller's are dropped, as is a line that was cut. If the controller has made none, the file has to be without
-    steps, unless ``overwrite`` is set.
+    If the file is there already and the controller has made steps (a resumed run), the log goes on: lines of steps
+    after the controller's are dropped, as is a line that was cut. If the controller has made none, the file has to be
+    without steps, unless ``overwrite`` is set.
 
     Raises:
         LogError: for a file that is no such log, or the log of other units, another recipe, budget or configuration.
@@ -77,8 +77,8 @@ class JsonlLogger:
     def log(self) -> bool:
         """Write the line of the controller's last step; nothing, and False, where that is written already.
 
-        Call it after each optimizer step. Where the controller has made several steps since the last call, only the last
-        one gets a line (with the records of all).
+        Call it after each optimizer step. Where the controller has made several steps since the last call, only the
+        last one gets a line (with the records of all).
         """
         controller = self._controller
         if controller.step_count == self._step:
@@ -156,9 +156,9 @@ def _continued(path: Path, header: Mapping[str, Any], step: int) -> int:
     last = log.steps[-1]["step"] if log.steps else 0
     if not step and last:
         raise LogError(
-            f"expected no log of an earlier run at {path}, found one of {counted(len(log.steps), 'step')}, and this run "
-            "starts at step 0; name another file, remove that one, or resume from the run's checkpoint (overwrite=True "
-            "of JsonlLogger replaces it)"
+            f"expected no log of an earlier run at {path}, found one of {counted(len(log.steps), 'step')}, and this "
+            "run starts at step 0; name another file, remove that one, or resume from the run's checkpoint "
+            "(overwrite=True of JsonlLogger replaces it)"
         )
     known = json.loads(to_json(header, None))
     for name in ("recipe", "scope", "units", "budget", "config"):
@@ -239,8 +239,8 @@ def read_log(path: str | os.PathLike[str]) -> Log:
         )
     if header.get("log") != LOG_VERSION or not {"recipe", "units", "budget", "config", "start"} <= header.keys():
         raise LogError(
-            f"expected a log of version {LOG_VERSION} at {path}, found version {header.get('log')!r}, written by gnmr-fx "
-            f"{header['gnmr_fx']}; read it with that version"
+            f"expected a log of version {LOG_VERSION} at {path}, found version {header.get('log')!r}, written by "
+            f"gnmr-fx {header['gnmr_fx']}; read it with that version"
         )
     steps: list[Mapping[str, Any]] = []
     for number, line in enumerate(parsed[1:], 2):
@@ -250,8 +250,8 @@ def read_log(path: str | os.PathLike[str]) -> Log:
             break
         if line is None or not isinstance(line.get("step"), int) or (steps and line["step"] <= steps[-1]["step"]):
             raise LogError(
-                f"expected line {number} of {path} to be a JSON object with a step after that of the line before, found "
-                f"{_text(lines[number - 1])}"
+                f"expected line {number} of {path} to be a JSON object with a step after that of the line before, "
+                f"found {_text(lines[number - 1])}"
             )
         steps.append(line)
     return Log(path, header, steps, ends, cut)
@@ -320,13 +320,10 @@ def _config(data: Mapping[str, Any], lines: Sequence[Mapping[str, Any]]) -> Gnmr
         return lambda step: values[step]
 
     known = {field.name for field in fields(GnmrConfig)}
-    return GnmrConfig(
-        **{
-            name: schedule(name) if value == _SCHEDULE else _number(value)
-            for name, value in data.items()
-            if name in known
-        }
-    )
+    options: dict[str, Any] = {
+        name: schedule(name) if value == _SCHEDULE else _number(value) for name, value in data.items() if name in known
+    }
+    return GnmrConfig(**options)
 
 
 @dataclass(frozen=True)

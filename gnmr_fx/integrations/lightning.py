@@ -50,8 +50,8 @@ __all__ = ["GnmrCallback"]
 class GnmrCallback(Callback):  # type: ignore[misc, unused-ignore]
     """Budgeted recovery in a Lightning Trainer.
 
-    The model is instrumented when ``fit`` starts, after ``configure_model`` and the strategy's wrapping. A model that is
-    instrumented already, as a whole or in part, is used as it is.
+    The model is instrumented when ``fit`` starts, after ``configure_model`` and the strategy's wrapping. A model that
+    is instrumented already, as a whole or in part, is used as it is.
 
     Args:
         recipe, max_active, scope, config, include, exclude, example_inputs: as for :func:`gnmr_fx.instrument`.

@@ -55,8 +55,8 @@ class Setup:
         parts = instrumented_parts(model)
         if len(parts) > 1:
             raise AlreadyInstrumentedError(
-                f"expected one instrumented module in {type(unwrap(model)).__name__}, found {len(parts)}; instrument the "
-                "module that holds them all"
+                f"expected one instrumented module in {type(unwrap(model)).__name__}, found {len(parts)}; instrument "
+                "the module that holds them all"
             )
         if parts:
             return parts[0], False

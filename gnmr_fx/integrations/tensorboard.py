@@ -47,8 +47,8 @@ class TensorBoardLogger:
             return False
         self._step = step
         metrics = self._meter.read()
-        for tag, value in numbers(metrics).items():
-            self._writer.add_scalar(tag, value, step)
+        for tag, number in numbers(metrics).items():
+            self._writer.add_scalar(tag, number, step)
         for name, value in metrics.items():
             if isinstance(value, str) and self._names.get(name) != value:
                 self._names[name] = value

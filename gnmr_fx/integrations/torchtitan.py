@@ -1,8 +1,9 @@
 """torchtitan: a model converter.
 
 torchtitan calls ``convert(model)`` on the whole model on the meta device, before it is parallelized and compiled, and
-``post_optimizer_hook`` after every optimizer step. Written for the protocol of ``torchtitan/protocols/model_converter.py``
-as of 2026; torchtitan itself is not needed to import this.
+``post_optimizer_hook`` after every optimizer step. Written for the protocol of
+``torchtitan/protocols/model_converter.py`` as published in 2026, and tested against that, not in torchtitan itself, which
+is not needed to import this.
 
 from gnmr_fx.integrations.torchtitan import GnmrConverter
 
@@ -43,7 +44,7 @@ class GnmrConverter:
 
     @dataclass(kw_only=True)
     class Config:
-        """Arguments of :func:`gnmr_fx.instrument`; ``jsonl`` and ``tensorboard`` are paths of logs, written by rank 0."""
+        """Arguments of :func:`gnmr_fx.instrument`; ``jsonl`` and ``tensorboard`` are paths of logs, by rank 0."""
 
         recipe: str | Recipe = DEFAULT_RECIPE
         max_active: int | float = 5
@@ -56,7 +57,7 @@ class GnmrConverter:
         tensorboard: str | os.PathLike[str] | None = None
 
         def build(self, **torchtitan: Any) -> GnmrConverter:
-            """The converter. torchtitan hands over ``parallel_dims`` and ``model_compile_enabled``, which are not needed.
+            """The converter. Of what torchtitan hands over, only ``parallel_dims`` is looked at.
 
             Raises:
                 ConfigError: under pipeline parallelism.
@@ -109,8 +110,8 @@ class GnmrConverter:
         parts = model if isinstance(model, list) else [model]
         if [part for whole in parts for part in instrumented_parts(whole)] != [self._model]:
             raise ConfigError(
-                "expected the model that was converted in training, found a copy or a part of it; pipeline parallelism is "
-                "not supported"
+                "expected the model that was converted in training, found a copy or a part of it; pipeline parallelism "
+                "is not supported"
             )
         for logger in self._loggers:
             logger.log()
