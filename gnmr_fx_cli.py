@@ -41,12 +41,12 @@ examples:
   gnmr-fx table mymodels.net:build --json > table.json
 """
 _REPORT = """\
-Print what the controller of a run did, and why, from the log that gnmr_fx.integrations wrote (jsonl=...). It may be of a
-run that is still going on, or was killed.
+Print what the controller of a run did, and why, from the log that gnmr_fx.integrations wrote (jsonl=...). It may be of
+a run that is still going on, or was killed.
 """
 _DOCTOR = """\
-Say what this machine can run: devices, compile toolchain, low-precision matrix products, recipes. Everything is tried, on
-tiny tensors.
+Say what this machine can run: devices, compile toolchain, low-precision matrix products, recipes. Everything is
+tried, on tiny tensors.
 """
 
 

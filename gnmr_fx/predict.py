@@ -1,8 +1,8 @@
 """The table of a model that is not run: bytes from shapes, whatever the model's size.
 
-The model is built on the meta device and given fake parameters; its forward then runs on fake tensors, which have shapes
-and dtypes and no values or memory. What each projection reads, and in scope "all" what autograd would keep in eager mode,
-is counted as it is in a real run.
+The model is built on the meta device and given fake parameters; its forward then runs on fake tensors, which have
+shapes and dtypes and no values or memory. What each projection reads, and in scope "all" what autograd would keep in
+eager mode, is counted as it is in a real run.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Pass ``record``: what ``capture`` learns, from one forward on fake tensors instead of Dynamo.
 
 For a model that is looked at and not trained here, of any size: the forward runs as Python runs it, on tensors that
-have shapes and no values, and every torch function that it calls becomes a node of the graph. It takes a fraction of the
-time that Dynamo takes, and does not stop at what Dynamo cannot trace; a forward that reads values (data-dependent
+have shapes and no values, and every torch function that it calls becomes a node of the graph. It takes a fraction of
+the time that Dynamo takes, and does not stop at what Dynamo cannot trace; a forward that reads values (data-dependent
 control flow) it cannot run.
 
 Invariant: the model is unchanged. Its parameters and buffers have to be fake tensors (:func:`gnmr_fx.predict.faked`).

@@ -2,8 +2,8 @@
 
 torchtitan calls ``convert(model)`` on the whole model on the meta device, before it is parallelized and compiled, and
 ``post_optimizer_hook`` after every optimizer step. Written for the protocol of
-``torchtitan/protocols/model_converter.py`` as published in 2026, and tested against that, not in torchtitan itself, which
-is not needed to import this.
+``torchtitan/protocols/model_converter.py`` as published in 2026, and tested against that, not in torchtitan itself,
+which is not needed to import this.
 
 from gnmr_fx.integrations.torchtitan import GnmrConverter
 
