@@ -19,19 +19,22 @@ from gnmr_fx.errors import (
     LogError,
     MissingDependencyError,
     MissingStateError,
+    NativeKernelError,
     NoRecoverableOperatorError,
     NotInstrumentedError,
     PatternError,
     RankMismatchError,
+    RecipeError,
     StateMismatchError,
     UnknownRecipeError,
     UnknownUnitError,
     UnsupportedBackendError,
+    UnsupportedTensorError,
     UnsupportedTransformError,
 )
 from gnmr_fx.instrument import controller, instrument, uninstrument
 from gnmr_fx.operator_table import Table, table
-from gnmr_fx.recipe import RECIPES, Format, Recipe
+from gnmr_fx.recipe import RECIPES, Format, GemmPaths, GemmRecipe, Operands, Recipe, dsv3, dynamic_gemm
 from gnmr_fx.report import Report, report
 from gnmr_fx.scope import AllSaved
 
@@ -46,6 +49,8 @@ __all__ = [
     "DoubleBackwardError",
     "Format",
     "FormatError",
+    "GemmPaths",
+    "GemmRecipe",
     "GnmrConfig",
     "GnmrError",
     "GnmrWarning",
@@ -54,19 +59,25 @@ __all__ = [
     "LogError",
     "MissingDependencyError",
     "MissingStateError",
+    "NativeKernelError",
     "NoRecoverableOperatorError",
     "NotInstrumentedError",
+    "Operands",
     "PatternError",
     "RankMismatchError",
     "Recipe",
+    "RecipeError",
     "Report",
     "StateMismatchError",
     "Table",
     "UnknownRecipeError",
     "UnknownUnitError",
     "UnsupportedBackendError",
+    "UnsupportedTensorError",
     "UnsupportedTransformError",
     "controller",
+    "dsv3",
+    "dynamic_gemm",
     "instrument",
     "report",
     "table",

@@ -17,7 +17,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from gnmr_fx.errors import BudgetError, ConfigError, GnmrError, LogError, MissingDependencyError, UnknownRecipeError
+from gnmr_fx.errors import (
+    BudgetError,
+    ConfigError,
+    GnmrError,
+    LogError,
+    MissingDependencyError,
+    RecipeError,
+    UnknownRecipeError,
+)
 from gnmr_fx.recipe import get_recipe
 from gnmr_fx_cli import OK, UNFIT_MODEL, USAGE, run
 
@@ -25,7 +33,7 @@ __all__ = ["CommandError", "execute", "main"]
 
 main = run
 _DEFAULT_SEQUENCE = 4096
-_MISUSE = (UnknownRecipeError, BudgetError, ConfigError, LogError, MissingDependencyError)
+_MISUSE = (UnknownRecipeError, RecipeError, BudgetError, ConfigError, LogError, MissingDependencyError)
 
 
 class CommandError(Exception):

@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from gnmr_fx import formats
-from gnmr_fx.recipe import RECIPES, Recipe
+from gnmr_fx.gemm import GEMMS, native_kernel
+from gnmr_fx.recipe import FULL, RECIPES, GemmRecipe, Operands, Recipe
 from gnmr_fx.text import grid, to_json
 
 __all__ = ["Examination", "Tried", "devices", "examine"]
@@ -234,15 +235,7 @@ def _tried(name: str, attempt: Callable[[], str]) -> Tried:
 
 
 def _recipe(recipe: Recipe, device: str, toolchain: tuple[Tried, ...]) -> Tried:
-    """How a recipe runs on ``device``.
-
-    One that multiplies in low precision tells itself, by a method ``runs_on(device) -> (native, how)``; one that stores
-    activations alone is tried.
-    """
-    name = str(recipe)
-    runs_on: Callable[[str], tuple[bool, str]] | None = getattr(recipe, "runs_on", None)
-    if runs_on is not None:
-        return Tried(name, *runs_on(device))
+    """How a recipe runs on ``device``: what stores its activations, and what computes its GEMMs."""
 
     def store() -> str:
         x = torch.linspace(-1, 1, 256, device=device).view(2, 128)
@@ -251,6 +244,29 @@ def _recipe(recipe: Recipe, device: str, toolchain: tuple[Tried, ...]) -> Tried:
             encoded = formats.encode(x, fmt, seed if fmt.is_stochastic else None)
             formats.decode(encoded, fmt, x.shape, x.dtype)
         kernels = toolchain[-1 if device != "cpu" else 0]
-        return f"on {device}, by " + ("fused kernels" if kernels.works else f"plain PyTorch code (no {kernels.name})")
+        packing = "fused kernels" if kernels.works else f"plain PyTorch code (no {kernels.name})"
+        gemms = "" if recipe.gemm is None else f", GEMMs {_gemms(recipe.gemm, torch.device(device))}"
+        return f"on {device}: activations by {packing}{gemms}"
 
-    return _tried(name, store)
+    return _tried(recipe.name or str(recipe), store)
+
+
+def _gemms(recipe: GemmRecipe, device: torch.device) -> str:
+    """``"emulated"``, ``"native -> full"``, as :func:`gnmr_fx.gemm.native_kernel` finds by trying."""
+    low, high = (
+        _path([getattr(getattr(recipe, gemm), path) for gemm in GEMMS], recipe.backend, device)
+        for path in ("low", "high")
+    )
+    return low if low == high else f"{low} -> {high}"
+
+
+def _path(operands: list[Operands], backend: str, device: torch.device) -> str:
+    found = dict.fromkeys(_one(each, backend, device) for each in operands)
+    return " and ".join(found)
+
+
+def _one(operands: Operands, backend: str, device: torch.device) -> str:
+    if operands == FULL:
+        return "full"
+    native = backend != "emulated" and native_kernel(operands, device)[0] is not None
+    return "native" if native else "emulated"

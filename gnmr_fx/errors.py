@@ -30,6 +30,10 @@ class UnknownRecipeError(GnmrError, ValueError):
     """A recipe name that does not exist."""
 
 
+class RecipeError(GnmrError, ValueError):
+    """A recipe that does not go with the model or with another argument."""
+
+
 class FormatError(GnmrError, ValueError):
     """An invalid :class:`gnmr_fx.Format`, or a tensor that a format cannot hold."""
 
@@ -76,6 +80,14 @@ class UnsupportedTransformError(GnmrError, RuntimeError):
 
 class UnsupportedBackendError(GnmrError, RuntimeError):
     """A model in scope "all" was compiled by a backend on which the partition pass cannot run."""
+
+
+class NativeKernelError(GnmrError, RuntimeError):
+    """A recipe asks for native kernels where torch has none for the device, the formats or the shapes."""
+
+
+class UnsupportedTensorError(GnmrError, TypeError):
+    """A tensor of a kind that a recipe cannot work with."""
 
 
 class InvariantError(GnmrError, RuntimeError):

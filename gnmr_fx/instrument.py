@@ -12,7 +12,14 @@ import torch
 from torch import nn
 
 from gnmr_fx.config import GnmrConfig, resolve_budget
-from gnmr_fx.errors import AlreadyInstrumentedError, ConfigError, NotInstrumentedError, PatternError
+from gnmr_fx.errors import (
+    AlreadyInstrumentedError,
+    ConfigError,
+    NotInstrumentedError,
+    PatternError,
+    RecipeError,
+)
+from gnmr_fx.gemm import check_native
 from gnmr_fx.passes import pipeline
 from gnmr_fx.passes.find import OUTPUT_HEAD
 from gnmr_fx.passes.plan import Forward, Plan, Selection
@@ -149,8 +156,10 @@ def instrument(
 
     Projections (``F.linear``, ``addmm``, ``matmul``, ``einsum``, grouped GEMM against a parameter) keep the activation
     they need for the backward in the low-cost format of ``recipe``, or, for at most ``max_active`` of them at a time,
-    in its recovery format. Outputs do not change at all. Parameters, ``state_dict()``, class and training loop stay as
-    they are, and so does everything in ``eval()`` and under ``no_grad``.
+    in its recovery format. Outputs do not change at all, unless the recipe says how GEMMs are computed
+    (``Recipe.gemm``): then outputs and gradients are those of the path in force, and in ``eval()`` those of the
+    recovery path. Parameters, ``state_dict()``, class and training loop stay as they are; with the other recipes, so
+    does everything in ``eval()`` and under ``no_grad``.
 
     Args:
         model: any module. Compile it, wrap it (DDP), move it before or after.
@@ -168,7 +177,7 @@ def instrument(
 
     Raises:
         AlreadyInstrumentedError, NoRecoverableOperatorError, LazyParameterError, PatternError, UnknownRecipeError,
-        BudgetError, ConfigError: see each; the model is then as it was.
+        BudgetError, ConfigError, NativeKernelError, RecipeError: see each; the model is then as it was.
     """
     target = unwrap(model)
     _refuse_instrumented(target)
@@ -178,6 +187,7 @@ def instrument(
     resolve_budget(max_active, 1)
     selection = Selection(_patterns("include", include), _patterns("exclude", exclude))
     plan = pipeline.run(Plan(target, chosen, selection, example_inputs))
+    check_gemms(target, plan, everything)
     install(target, plan, config or GnmrConfig(), max_active, everything)
     return model
 
@@ -261,6 +271,21 @@ def unwrap(model: nn.Module) -> nn.Module:
         if inner is None:
             return model
         model = inner
+
+
+def check_gemms(model: nn.Module, plan: Plan, scope: AllSaved | None) -> None:
+    """Refuse what a recipe for GEMMs cannot do."""
+    if plan.recipe.gemm is None:
+        return
+    if scope is not None:
+        raise RecipeError(
+            f"expected scope='projections' with recipe {plan.recipe.name or plan.recipe}, which says how GEMMs are "
+            "computed, found scope='all'; choose a recipe that only stores activations (saved-*) for scope='all'"
+        )
+    for unit in plan.units:
+        device = model.get_submodule(unit.owner).get_parameter(unit.parameter).device
+        if device.type != "meta":
+            check_native(plan.recipe.gemm, device)
 
 
 def _refuse_instrumented(model: nn.Module) -> None:

@@ -37,14 +37,18 @@ class UnitRow:
             each, taken as a matrix. ``role`` says what it is to the unit: its ``"input"``, its ``"output"``, ...
         bytes_full: what PyTorch keeps: the activation in its own dtype. 0 for what ``stored_with`` counts.
         bytes_low: what the low-cost path keeps. 0 for what ``stored_with`` counts.
-        bytes_high: what the recovery path keeps; the unit's own, as under torch.compile. (In eager mode, units that
-            share their input share this too, and it replaces the low-cost one instead of joining it.)
+        bytes_high: what the recovery path keeps; the unit's own, as under torch.compile; 0 where both paths have
+            one format. (In eager mode, units that share their input share this too, and it replaces the low-cost one
+            instead of joining it.)
         stored_with: the first unit of the table that stores this unit's input, or some of it; ``""`` if that is itself.
         guard: ``"low"`` or ``"high"``: the path it is on now.
         times_recovered: how often it went onto the recovery path.
         steps_recovered: in how many steps it was there.
         seen: whether it ever ran in training mode.
         notes: what else there is to know.
+        backends: where the recipe says how GEMMs are computed, for the output, the input and the weight gradient what
+            computes them on the low-cost and on the recovery path: ``"native"``, ``"emulated"`` or ``"full"``;
+            empty before the unit has run.
     """
 
     index: int
@@ -66,6 +70,7 @@ class UnitRow:
     steps_recovered: int
     seen: bool
     notes: tuple[str, ...]
+    backends: tuple[tuple[str, str], ...] = ()
 
 
 def unit_rows(installed: ModelController) -> tuple[UnitRow, ...]:
@@ -112,6 +117,7 @@ def unit_rows(installed: ModelController) -> tuple[UnitRow, ...]:
                 steps_recovered=installed.steps_recovered(unit.index),
                 seen=unit.observation.seen,
                 notes=tuple(_notes(unit, installed.scope)),
+                backends=unit.observation.backends,
             )
         )
     return tuple(rows)

@@ -6,13 +6,14 @@ import html
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 from torch import nn
 
+from gnmr_fx.gemm import GEMMS
 from gnmr_fx.instrument import controller
 from gnmr_fx.operator_rows import UnitRow, left_rows, unit_rows
-from gnmr_fx.recipe import Format, Recipe
+from gnmr_fx.recipe import Format, GemmRecipe, Recipe
 from gnmr_fx.scope import AllSaved
 from gnmr_fx.text import (
     Name,
@@ -246,17 +247,24 @@ class _Document:
     def _columns(self) -> list[_Column]:
         lines = [self._line(row) for row in self.table.units]
         lines = collapse(lines) if len(lines) > MAX_ROWS else lines
-        operators, weights, trainable, shared, low, high, stored, kept_full, kept_low, kept_high, marks = zip(
+        operators, weights, trainable, shared, low, high, gemm_low, gemm_high, stored, *kept, marks = zip(
             *(line.cells for line in lines), strict=True
         )
+        kept_full, kept_low, kept_high = kept
+        saved = "" if self.table.recipe.gemm is None else "saved "
+        gemms = [
+            _Column("GEMMs\nlow path", gemm_low, once="GEMMs {}"),
+            _Column("GEMMs\nhigh path", gemm_high, once="on recovery {}"),
+        ]
         columns = [
             _Column("unit", [str(line.name) for line in lines]),
             _Column("operator", operators, once="{}"),
             _Column("weight", weights),
             _Column("", trainable, once="{}"),
             _Column("shares\ninput with", shared),
-            _Column("low\npath", low, once="low-cost path {}"),
-            _Column("high\npath", high, once="recovery path {}"),
+            *([] if self.table.recipe.gemm is None else gemms),
+            _Column("low\npath", low, once=f"{saved}low-cost path {{}}"),
+            _Column("high\npath", high, once=f"{saved}recovery path {{}}"),
             *([] if self.table.scope is None else [_Column("stores", stored)]),
             _Column("kept\nfull", kept_full, "r"),
             _Column("per pass\nlow", kept_low, "r"),
@@ -277,6 +285,7 @@ class _Document:
             listed([relative_name(name, row.unit) for name in row.shares_input_with]),
             _format_label(recipe.low, row.dtypes),
             _format_label(recipe.high, row.dtypes),
+            *(_gemm_label(recipe.gemm, path, row.backends) for path in ("low", "high")),
             "\n".join(_stored(activation, recipe) for activation in row.activations) or "-",
             with_unit or human_bytes(row.bytes_full),
             with_unit or human_bytes(row.bytes_low),
@@ -342,6 +351,25 @@ class _Document:
 
 def _format_label(fmt: Format, dtypes: Sequence[str]) -> str:
     return f"none ({'/'.join(dtypes)})" if fmt.dtype == "none" and dtypes else fmt.label
+
+
+def _gemm_label(recipe: GemmRecipe | None, path: Literal["low", "high"], backends: Sequence[tuple[str, str]]) -> str:
+    """``fp8_e4m3 g128 x b128, grad_weight g128 x g128, emulated``: what differs from the output's is named."""
+    if recipe is None:
+        return ""
+    labels = [getattr(getattr(recipe, gemm), path).label for gemm in GEMMS]
+    ran = [pair[path == "high"] for pair in backends] or ["not run yet"] * len(GEMMS)
+    if set(labels) == {"full"}:
+        return "full"
+    same = len(set(ran)) == 1
+    parts = [
+        label + ("" if same else f" ({which})")
+        if gemm == "output"
+        else f"{gemm} {label}" + ("" if same else f" ({which})")
+        for gemm, label, which in zip(GEMMS, labels, ran, strict=True)
+        if gemm == "output" or label != labels[0] or not same
+    ]
+    return ", ".join([*parts, *([ran[0]] if same else [])])
 
 
 def _stored(activation: Mapping[str, Any], recipe: Recipe) -> str:

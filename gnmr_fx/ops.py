@@ -28,7 +28,7 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch._library.fake_impl import allocate_size
 
-from gnmr_fx import kernels
+from gnmr_fx import gemm, kernels
 from gnmr_fx.distributed import Layout, layout_of, local_value
 from gnmr_fx.errors import DoubleBackwardError, UnsupportedBackendError, UnsupportedTransformError
 from gnmr_fx.formats import Encoded, empty_encoded
@@ -78,7 +78,8 @@ def _save_high(
     observe(guard, Kept(tuple(x.shape), x.dtype))
     announce(guard)
     parsed = _parse(fmt)
-    return kernels.encode(x, parsed, seed) if guard.item() else empty_encoded(x, parsed, 0)
+    needed = guard.item() and low != fmt  # a recipe may have the same format twice
+    return kernels.encode(x, parsed, seed) if needed else empty_encoded(x, parsed, 0)
 
 
 def _without_partition_pass(guard: Tensor, scope: AllSaved) -> None:
@@ -304,7 +305,8 @@ def guarded_projection(
 ) -> Tensor:
     """A projection on its low-cost or its recovery path.
 
-    The output is bit for bit that of the operator it stands for. The input gradient does not depend on the path (for
+    Where the recipe says how GEMMs are computed, see :mod:`gnmr_fx.gemm`. Else the output is bit for bit that of the
+    operator it stands for. The input gradient does not depend on the path (for
     linear it is bit-equal too, elsewhere up to the order of sums). The weight gradient is that of the activation as the
     path in force stores it.
 
@@ -321,9 +323,12 @@ def guarded_projection(
 
     Raises:
         DoubleBackwardError: in a backward with ``create_graph=True``.
+        FormatError, NativeKernelError, UnsupportedTensorError: where a recipe for GEMMs cannot be followed.
         UnsupportedTransformError: under a ``torch.func`` transform.
     """
     eager = not torch.compiler.is_compiling()
+    if handle.gemms is not None:
+        return _low_precision(kind, extra, x, w, b, offs, handle, training, eager)
     out = (
         _guarded_projection(kind, extra, x, w, b, offs, handle, eager)
         if is_guardable(x, w, training)
@@ -346,15 +351,9 @@ def _guarded_projection(
 ) -> Tensor:
     layout = layout_of(x)
     source, active, stored = local_value(x), False, None
-    cast = KINDS[kind].autocast and torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64
-    dtype = torch.get_autocast_dtype(x.device.type) if cast else x.dtype
+    cast, dtype = _autocast(kind, x)
     if eager:
-        if torch._C._are_functorch_transforms_active():
-            raise UnsupportedTransformError(
-                "expected plain autograd, found a torch.func transform (grad, vmap, jvp, ...) over an operator guarded "
-                "by gnmr-fx, whose packed activation it cannot see through; call model.eval() or "
-                "gnmr_fx.uninstrument(model) for this computation"
-            )
+        _refuse_transforms()
         announce(handle.guard)
         active = bool(handle.guard)
         if handle.saver is not None:
@@ -373,6 +372,70 @@ def _guarded_projection(
         scoped = (local_value(w.detach()), str(handle.scope), handle.low) if handle.scope is not None else ()
         high = torch.ops.gnmr_fx.save_high(saved, handle.guard, handle.seed, handle.high, *scoped)
     return _Guarded.apply(x, w, b, offs, *low, *high, kind, extra, handle.low, handle.high, stored, layout)
+
+
+def _autocast(kind: str, x: Tensor) -> tuple[bool, torch.dtype]:
+    """Whether autocast casts the operands, and the dtype that the projection is computed in."""
+    cast = KINDS[kind].autocast and torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64
+    return cast, torch.get_autocast_dtype(x.device.type) if cast else x.dtype
+
+
+def _refuse_transforms() -> None:
+    if torch._C._are_functorch_transforms_active():
+        raise UnsupportedTransformError(
+            "expected plain autograd, found a torch.func transform (grad, vmap, jvp, ...) over an operator guarded "
+            "by gnmr-fx, whose packed activation it cannot see through; call model.eval() or "
+            "gnmr_fx.uninstrument(model) for this computation"
+        )
+
+
+def _low_precision(
+    kind: str,
+    extra: str,
+    x: Tensor,
+    w: Tensor,
+    b: Tensor | None,
+    offs: Tensor | None,
+    handle: Handle,
+    training: bool,
+    eager: bool,
+) -> Tensor:
+    """A projection whose recipe says how its GEMMs are computed; also under no_grad, and in ``eval()`` on one path."""
+    spec = handle.gemms[0 if training else 1]  # type: ignore[index]
+    if not training and spec.is_full:
+        return stock_projection(kind, extra, x, w, b, offs)
+    gemm.check_operands(x, w, kind)
+    cast, dtype = _autocast(kind, x)
+    source = x
+    if cast:
+        x, w, b = x.to(dtype), w.to(dtype), None if b is None else b.to(dtype)
+    keeps = torch.is_grad_enabled() and w.requires_grad
+    stores = training and keeps and not (handle.low == handle.high == "none")
+    size = stored_shape(x.shape)
+    low: Any = (None, None)
+    high: Any = (None, None)
+    if eager:
+        _refuse_transforms()
+        active: Any = False
+        if training:
+            announce(handle.guard)
+            active = bool(handle.guard)
+            handle.observation.backends = gemm.backends(kind, spec, x.shape, w, x.dtype)
+        if stores:
+            low, high, _ = _encode_eager(source, x.detach().reshape(size), handle, active)
+        elif training and keeps:
+            handle.observation.add(Kept(tuple(size), dtype))
+    else:
+        active = torch.ops.gnmr_fx.latch(handle.guard)
+        if stores:
+            saved = x.detach().reshape(size)
+            low = torch.ops.gnmr_fx.save_low(saved, handle.seed, handle.low)
+            high = torch.ops.gnmr_fx.save_high(saved, handle.guard, handle.seed, handle.high, low=handle.low)
+    reports = training and keeps and not stores
+    return gemm.GuardedGemms.apply(
+        x, w, b, offs, active, handle.guard, handle.seed, *low, *high,
+        kind, extra, spec, handle.low, handle.high, size, keeps, reports,
+    )  # fmt: skip
 
 
 def _encode_eager(

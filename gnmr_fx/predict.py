@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from gnmr_fx.config import GnmrConfig
-from gnmr_fx.instrument import ModelController, install, remove
+from gnmr_fx.instrument import ModelController, check_gemms, install, remove
 from gnmr_fx.operator_table import Table, table
 from gnmr_fx.ops import stored_shape
 from gnmr_fx.passes import pipeline
@@ -58,7 +58,8 @@ def predict(
 
     Returns:
         A :class:`Table` whose ``predicted`` says what its bytes are for. In scope ``"all"`` they are those of eager
-        mode: under torch.compile, Inductor's partitioner decides what is kept.
+        mode: under torch.compile, Inductor's partitioner decides what is kept. What computes a recipe's GEMMs is known
+        where they run, not here.
 
     Raises:
         NoRecoverableOperatorError, PatternError, BudgetError, ...: as :func:`gnmr_fx.instrument` does.
@@ -72,9 +73,11 @@ def predict(
     plan = Plan(model, get_recipe(recipe), selection, None if inputs is None else arguments[0] or arguments[1])
     with mode:
         plan = pipeline.run(plan, LOOKED_AT)
-        runs = everything is not None or any(call.input is None and not call.reason for call in plan.calls)
+        hidden = any(call.input is None and not call.reason for call in plan.calls)  # inside nn.MultiheadAttention
+        runs = everything is not None or (hidden and plan.recipe.gemm is None)
         if runs:
             plan = pipeline.run(plan, (rewrite, check))
+    check_gemms(model, plan, everything)
     installed = install(model, plan, GnmrConfig(), max_active, everything)
     try:
         known = inputs is not None and not plan.capture_note

@@ -38,6 +38,7 @@ from gnmr_fx import distributed
 from gnmr_fx.config import GnmrConfig
 from gnmr_fx.controller import MISSING, Decision, init, state_from_dict, state_to_dict, update
 from gnmr_fx.errors import GnmrWarning, RankMismatchError, StateMismatchError, UnknownUnitError
+from gnmr_fx.gemm import Spec
 from gnmr_fx.gradients import Listener, OptimizerHook, WeightHooks, active_grad_scale, gradient_norms, in_backward
 from gnmr_fx.ops import remove_partitioner
 from gnmr_fx.recipe import Recipe
@@ -362,12 +363,12 @@ class Controller:
 
     def handle(self, index: int) -> Handle:
         """A new handle of unit ``index``, connected to its guard."""
-        fmts = (self.recipe.low, self.recipe.high)
-        seed = self.seed if any(fmt.is_stochastic for fmt in fmts) else None
-        low, high = map(str, fmts)
-        return Handle(
-            self.flags[index], seed, low, high, self.memo, self.units[index].observation, self.scope, self.saver
-        )
+        recipe = self.recipe
+        seed = self.seed if recipe.is_stochastic else None
+        low, high = str(recipe.low), str(recipe.high)
+        gemms = None if recipe.gemm is None else (Spec.of(recipe.gemm), Spec.of_eval(recipe.gemm))
+        observation = self.units[index].observation
+        return Handle(self.flags[index], seed, low, high, self.memo, observation, self.scope, self.saver, gemms)
 
     def connect(self) -> None:
         """Give every site its handle and start listening to gradients and optimizer steps."""

@@ -140,5 +140,10 @@ def to_json(value: Mapping[str, Any], indent: int | None) -> str:
 
 
 def recipe_data(recipe: Recipe) -> dict[str, Any]:
-    """A recipe for JSON: its name and the specs of both formats."""
-    return {"name": recipe.name, "low": str(recipe.low), "high": str(recipe.high)}
+    """A recipe for JSON: its name, the specs of both formats, and where it has them those of the GEMMs' operands."""
+    data: dict[str, Any] = {"name": recipe.name, "low": str(recipe.low), "high": str(recipe.high)}
+    if recipe.gemm is not None:
+        paths = {gemm: getattr(recipe.gemm, gemm) for gemm in ("output", "grad_input", "grad_weight")}
+        data["gemm"] = {gemm: {"low": str(pair.low), "high": str(pair.high)} for gemm, pair in paths.items()}
+        data["gemm"] |= {"backend": recipe.gemm.backend, "eval_path": recipe.gemm.eval_path}
+    return data

@@ -105,7 +105,8 @@ class Observation:
     ``calls`` maps each :class:`Kept` activation to how often it was encoded in the pass under way;
     ``last`` is the same for the last whole pass; ``was_seen`` says that there was any, in this run or one resumed;
     ``recomputed``, that activation checkpointing makes some of them again inside the backward; ``scope``, what
-    was stored where the unit last ran (``"all"`` or ``"projections"``; ``""`` for a model instrumented for the latter).
+    was stored where the unit last ran (``"all"`` or ``"projections"``; ``""`` for a model instrumented for the latter);
+    ``backends``, what computes each of its GEMMs on the low-cost and on the recovery path, where a recipe says how.
     """
 
     calls: dict[Kept, int] = field(default_factory=dict)
@@ -113,6 +114,7 @@ class Observation:
     was_seen: bool = False
     recomputed: bool = False
     scope: str = ""
+    backends: tuple[tuple[str, str], ...] = ()
 
     def add(self, kept: Kept) -> None:
         """Count one encoded activation; one made by a recomputation inside a backward is not kept, and not counted."""
@@ -154,9 +156,10 @@ class Handle:
         observation: shared by all call sites of one unit.
         scope: options of scope "all"; None where only what projections read is stored.
         saver: what stores everything in eager mode; None in that scope only.
+        gemms: how GEMMs are computed in training and in ``eval()``; None where PyTorch's own are.
     """
 
-    __slots__ = ("__weakref__", "guard", "high", "low", "memo", "observation", "saver", "scope", "seed")
+    __slots__ = ("__weakref__", "gemms", "guard", "high", "low", "memo", "observation", "saver", "scope", "seed")
 
     def __init__(
         self,
@@ -168,6 +171,7 @@ class Handle:
         observation: Observation,
         scope: AllSaved | None = None,
         saver: Any = None,
+        gemms: tuple[Any, Any] | None = None,
     ) -> None:
         self.guard = guard
         self.seed = seed
@@ -177,6 +181,7 @@ class Handle:
         self.observation = observation
         self.scope = scope
         self.saver = saver
+        self.gemms = gemms
 
 
 @dataclass(frozen=True)
@@ -288,6 +293,13 @@ def observe(guard: Tensor, kept: Kept) -> None:
     controller, index = _observer_of(guard)
     if controller is not None:
         controller.units[index].observation.add(kept)
+
+
+def observe_backends(guard: Tensor, backends: tuple[tuple[str, str], ...]) -> None:
+    """Record what computes the GEMMs of the unit guarded by ``guard``."""
+    controller, index = _observer_of(guard)
+    if controller is not None:
+        controller.units[index].observation.backends = backends
 
 
 def announce(guard: Tensor) -> None:

@@ -182,6 +182,7 @@ def test_a_callable_without_inputs_and_one_that_reads_values(gnmr, module):
         (["table", "netz_of_the_test:fails"], 1, "ValueError: the lights are out; --traceback"),
         (["table", "netz_of_the_test:bare"], 1, "NoRecoverableOperatorError"),
         (["table", "good", "--recipe", "saved-int4-int9"], 2, "did you mean 'saved-int4-int8'"),
+        (["table", "good", "--recipe", "dsv3-fp8", "--scope", "all"], 2, "scope='projections'"),
         (["table", "good", "--max-active", "1.5"], 2, "max_active"),
         (["table", "good", "--max-active", "many"], 2, "a share such as 0.1"),
         (["table", "good", "--batch", "0"], 2, "from 1"),
@@ -259,7 +260,7 @@ def test_doctor_says_what_works(gnmr):
     assert (code, err) == (0, "")
     found = json.loads(out)
     assert found["packages"]["torch"] == torch.__version__
-    assert {item["name"].partition(" (")[0] for item in found["recipes"]} == set(gnmr_fx.RECIPES)
+    assert {item["name"] for item in found["recipes"]} == set(gnmr_fx.RECIPES)
     assert all(item["works"] for item in found["recipes"])
     (bf16,) = (item for item in found["operators"] if item["name"] == "cpu: bf16 torch.mm")
     assert bf16["works"]
@@ -283,18 +284,18 @@ def test_doctor_reports_what_does_not_work(monkeypatch):
         assert all("plain PyTorch code" in item.note for item in found.recipes)
 
 
-def test_doctor_asks_a_recipe_that_knows(monkeypatch):
+def test_doctor_says_which_gemms_are_native(monkeypatch):
     from gnmr_fx import doctor
 
-    class Gemm(gnmr_fx.Recipe):
-        def runs_on(self, device: str) -> tuple[bool, str]:
-            return False, f"emulated on {device}"
+    def only_fp8(operands: gnmr_fx.Operands, device: torch.device) -> tuple[Any, str]:
+        return (object() if operands.left.is_fp8 else None), ""
 
-    fmt = gnmr_fx.Format("int8")
-    monkeypatch.setattr(doctor, "RECIPES", {"gemm": Gemm(fmt, fmt, "gemm")})
-    (found,) = doctor.examine().recipes
-    assert not found.works
-    assert found.note == f"emulated on {devices()[-1]}"
+    monkeypatch.setattr(doctor, "native_kernel", only_fp8)
+    notes = {item.name: item.note for item in doctor.examine().recipes}
+    assert notes["dsv3-fp6-fp8"].endswith(", GEMMs emulated -> native")
+    assert notes["dsv3-fp8"].endswith(", GEMMs native")
+    assert notes["gemm-int8-bf16"].endswith(", GEMMs emulated -> full")
+    assert "GEMMs" not in notes["saved-int4-int8"]
 
 
 # The script ----------------------------------------------------------------------------------------------------------

@@ -103,7 +103,11 @@ def test_bytes_of_every_recipe(recipe):
     predicted = predict(Stack(128), recipe, inputs=torch.empty(64, 128))
     model = gnmr_fx.instrument(Stack(128), recipe, example_inputs=torch.randn(64, 128))
     model(torch.randn(64, 128))
-    assert replace(predicted, predicted="") == gnmr_fx.table(model)
+    observed = gnmr_fx.table(model)
+    # What computes the GEMMs is tried where they run.
+    observed = replace(observed, units=tuple(replace(row, backends=()) for row in observed.units))
+    assert replace(predicted, predicted="") == observed
+    assert predicted.totals["bytes_full"] > 0
 
 
 def test_batch_and_sequence_scale_what_is_kept():

@@ -27,7 +27,7 @@ from gnmr_fx.config import GnmrConfig, threshold
 from gnmr_fx.errors import GnmrError, LogError
 from gnmr_fx.instrument import ModelController
 from gnmr_fx.integrations.metrics import Meter
-from gnmr_fx.recipe import RECIPES, Format, Recipe
+from gnmr_fx.recipe import Format, GemmPaths, GemmRecipe, Operands, Recipe
 from gnmr_fx.report import Report
 from gnmr_fx.runtime import Event
 from gnmr_fx.text import counted, recipe_data, to_json
@@ -123,7 +123,7 @@ class JsonlLogger:
         return {
             "gnmr_fx": gnmr_fx.__version__,
             "log": LOG_VERSION,
-            "recipe": {**recipe_data(controller.recipe), "text": str(controller.recipe)},
+            "recipe": recipe_data(controller.recipe),
             "scope": "projections" if controller.scope is None else str(controller.scope),
             "units": [unit.name for unit in units],
             "budget": controller.max_active,
@@ -326,20 +326,16 @@ def _config(data: Mapping[str, Any], lines: Sequence[Mapping[str, Any]]) -> Gnmr
     return GnmrConfig(**options)
 
 
-@dataclass(frozen=True)
-class _LoggedRecipe(Recipe):
-    """A recipe that this version does not know by name, or that has more to it than two formats."""
-
-    text: str = ""
-
-    def __str__(self) -> str:
-        return self.text
-
-
 def _recipe(data: Mapping[str, Any]) -> Recipe:
-    named = RECIPES.get(data["name"])
-    if named is not None and str(named) == data["text"]:
-        return named
+    """The recipe that :func:`gnmr_fx.text.recipe_data` made ``data`` of."""
+    gemm = data.get("gemm")
     low, high = Format.parse(data["low"]), Format.parse(data["high"])
-    own = Recipe(low, high, data["name"])
-    return own if str(own) == data["text"] else _LoggedRecipe(low, high, data["name"], text=data["text"])
+    if gemm is None:
+        return Recipe(low, high, data["name"])
+    options: dict[str, Any] = {
+        name: GemmPaths(**{path: Operands.parse(text) for path, text in value.items()})
+        if isinstance(value, Mapping)
+        else value
+        for name, value in gemm.items()
+    }
+    return Recipe(low, high, data["name"], GemmRecipe(**options))
