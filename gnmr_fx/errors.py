@@ -54,6 +54,14 @@ class StateMismatchError(GnmrError, ValueError):
     """A controller state that belongs to other units, another configuration or another version."""
 
 
+class MissingStateError(GnmrError, FileNotFoundError):
+    """A run is resumed from a checkpoint without a controller state, or from one that cannot be found."""
+
+
+class LogError(GnmrError, ValueError):
+    """A log that cannot be read, or that belongs to another run."""
+
+
 class UnknownUnitError(GnmrError, ValueError):
     """A unit name that the controller does not have."""
 

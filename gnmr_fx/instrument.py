@@ -235,7 +235,7 @@ def instrument(
         check_budget(max_active, settings.budget_unit)
     selection = Selection(_patterns("include", include), _patterns("exclude", exclude))
     plan = pipeline.run(Plan(target, chosen, selection, example_inputs))
-    _check_gemms(target, plan, everything)
+    check_gemms(target, plan, everything)
     install(target, plan, settings, max_active, everything)
     return model
 
@@ -341,7 +341,7 @@ def unwrap(model: nn.Module) -> nn.Module:
         model = inner
 
 
-def _check_gemms(model: nn.Module, plan: Plan, scope: AllSaved | None) -> None:
+def check_gemms(model: nn.Module, plan: Plan, scope: AllSaved | None) -> None:
     """Refuse what a recipe for GEMMs cannot do."""
     if plan.recipe.gemm is None:
         return

@@ -21,6 +21,7 @@ from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from gnmr_fx import formats
 from gnmr_fx.errors import FormatError, GnmrWarning, MissingDependencyError
@@ -64,6 +65,8 @@ def encode(
         MissingDependencyError: with ``"inductor"``, where the kernel cannot be built.
     """
     _check_backend(backend)
+    if isinstance(x, FakeTensor):  # no values to encode
+        return formats.empty_encoded(x, fmt)
     if backend == "eager" or not fmt.is_scaled or type(x) not in _PLAIN_TENSORS:
         return formats.encode(x, fmt, seed)
     plan, key, inputs = _prepare("encode", x, fmt, seed, dynamic)

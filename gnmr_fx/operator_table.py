@@ -86,6 +86,7 @@ class Table:
         scope: options of scope "all"; None where only what projections read is stored in another format.
         kept_as_it_is: in scope "all", the saved tensors that are not: ``{"role", "unit", "shape", "dtype", "bytes",
             "reason", "count"}``, with the unit they would belong to.
+        predicted: for a model that was not run, what the bytes are worked out from; ``""`` where they were observed.
     """
 
     units: tuple[UnitRow, ...]
@@ -97,6 +98,7 @@ class Table:
     scope: AllSaved | None = None
     kept_as_it_is: tuple[Mapping[str, Any], ...] = ()
     budget_unit: BudgetUnit = "units"
+    predicted: str = ""
 
     @property
     def rows(self) -> list[dict[str, Any]]:
@@ -148,6 +150,7 @@ class Table:
                 "capture_note": self.capture_note,
                 "scope": "projections" if self.scope is None else asdict(self.scope),
                 "kept_as_it_is": self.kept_as_it_is,
+                "predicted": self.predicted,
             },
             indent,
         )
@@ -367,10 +370,13 @@ class _Document:
                 f"{human_bytes(totals['bytes_host'])} of exact values in host memory"
             )
         elif totals["ratio"]:
-            part = "" if known == units else f" (in the {known} of {units} units that have run)"
+            which = "whose inputs are known" if self.table.predicted else "that have run"
+            part = "" if known == units else f" (in the {known} of {units} units {which})"
             yield f"kept for the backward per pass: {full} full -> {low} low, {totals['ratio']:.2f}x less{part}"
             most = f": the {counted(int(min(budget, units)), 'largest high payload')}"
             yield f"recovery adds at most {recovery}{most if self.table.budget_unit == 'units' else ''}"
+            if self.table.predicted:
+                yield f"predicted {self.table.predicted}"
         else:
             yield "kept for the backward per pass: known after the first forward in training mode"
         if self.table.capture_note:

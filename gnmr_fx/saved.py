@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from gnmr_fx import kernels
 from gnmr_fx.formats import Encoded
@@ -229,7 +230,7 @@ class Saver:
     def is_worth_it(self, x: Tensor) -> bool:
         """Whether a tensor is of a kind and size that is stored in another format."""
         return (
-            type(x) is Tensor
+            type(x) in (Tensor, FakeTensor)
             and x.is_floating_point()
             and x.dtype.itemsize > 1
             and x.dim() > 0
