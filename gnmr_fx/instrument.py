@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from gnmr_fx import grouped
 from gnmr_fx.config import GnmrConfig, resolve_budget
 from gnmr_fx.errors import AlreadyInstrumentedError, ConfigError, NotInstrumentedError, PatternError
 from gnmr_fx.passes import pipeline
@@ -21,7 +22,7 @@ from gnmr_fx.recipe import Recipe, get_recipe
 from gnmr_fx.runtime import Controller, Site
 from gnmr_fx.saved import MarkHead, Saver
 from gnmr_fx.scope import AllSaved, get_scope
-from gnmr_fx.units import HANDLE_PREFIX, LeftAlone, Unit
+from gnmr_fx.units import HANDLE_PREFIX, LeftAlone, Unit, observers
 
 CONTROLLER = f"{HANDLE_PREFIX}controller"
 SAVER = f"{HANDLE_PREFIX}saver"
@@ -119,8 +120,15 @@ class ModelController(Controller):
     capture_note: str
     root: RootForward | None = None
 
+    @property
+    def has_experts(self) -> bool:
+        """Whether a unit's weight is one that a grouped GEMM takes: a matrix for each expert."""
+        return any(len(unit.spec.shape) == 3 for unit in self.units)
+
     def reinstall(self) -> None:
         """Put the generated forwards in place."""
+        if self.has_experts:
+            grouped.show()
         for installed in self.forwards:
             installed.install()
         if self.root is not None:
@@ -227,6 +235,8 @@ def remove(model: nn.Module, installed: ModelController) -> None:
     """Take a controller, its handles and its forwards off the model."""
     installed.remove_forwards()
     installed.disconnect()
+    if not any(getattr(other, "has_experts", False) for other in observers()):
+        grouped.hide()
     model.__dict__.pop(CONTROLLER, None)
 
 
