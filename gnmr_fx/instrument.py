@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import nn
 
+from gnmr_fx import grouped
 from gnmr_fx.config import GnmrConfig, check_budget, resolve_budget
 from gnmr_fx.errors import (
     AlreadyInstrumentedError,
@@ -22,15 +23,14 @@ from gnmr_fx.errors import (
 from gnmr_fx.frozen import FrozenWeight
 from gnmr_fx.gemm import check_native
 from gnmr_fx.passes import pipeline
-from gnmr_fx.passes.find import OUTPUT_HEAD
 from gnmr_fx.passes.freeze import holders_of
 from gnmr_fx.passes.plan import Forward, Plan, Selection
 from gnmr_fx.passes.rewrite import ORIGINAL_FORWARD, compile_forward
 from gnmr_fx.recipe import FrozenRecipe, Recipe, get_recipe
 from gnmr_fx.runtime import Controller, Site
-from gnmr_fx.saved import MarkHead, Saver
+from gnmr_fx.saved import Saver
 from gnmr_fx.scope import AllSaved, get_scope
-from gnmr_fx.units import HANDLE_PREFIX, LeftAlone, Unit
+from gnmr_fx.units import HANDLE_PREFIX, LeftAlone, Marker, Unit, observers
 
 CONTROLLER = f"{HANDLE_PREFIX}controller"
 SAVER = f"{HANDLE_PREFIX}saver"
@@ -50,11 +50,15 @@ class InstalledForward:
         """Put it on the module instance; the class is untouched."""
         if self.replaced is not None:
             object.__setattr__(self.module, ORIGINAL_FORWARD, self.replaced)
+        for attribute in self.forward.heads:
+            object.__setattr__(self.module, attribute, Marker.LOSS_HEAD)
         function = compile_forward(self.forward, type(self.module).forward)
         object.__setattr__(self.module, "forward", types.MethodType(function, self.module))
 
     def remove(self) -> None:
         """Undo :meth:`install`."""
+        for attribute in self.forward.heads:
+            self.module.__dict__.pop(attribute, None)
         self.module.__dict__.pop("forward", None)
         self.module.__dict__.pop(ORIGINAL_FORWARD, None)
         if self.replaced is not None:
@@ -63,21 +67,19 @@ class InstalledForward:
 
 @dataclass
 class RootForward:
-    """The forward of the whole model, run under its saver in eager mode; and the marks on output heads.
+    """The forward of the whole model, run under its saver in eager mode.
 
     Installed after all other generated forwards, and removed before them.
 
     Attributes:
         module: the model.
         saver: its saver.
-        heads: its output heads.
         is_site: whether the model's own forward is a generated one, which runs inside this.
         replaced: else, what was in its place on the instance (None = nothing).
     """
 
     module: nn.Module
     saver: Saver
-    heads: tuple[nn.Module, ...]
     is_site: bool
     replaced: Any
 
@@ -99,9 +101,6 @@ class RootForward:
         function = compile_forward(Forward("", source, names, {}, "root"), type(module).forward)
         object.__setattr__(module, SAVER, self.saver)
         object.__setattr__(module, "forward", types.MethodType(function, module))
-        self._unmark()
-        for head in self.heads:
-            head.register_forward_hook(MarkHead())
 
     def remove(self) -> None:
         """Undo :meth:`install`."""
@@ -112,12 +111,6 @@ class RootForward:
             attributes.pop(ORIGINAL_FORWARD, None)
             if self.replaced is not None:
                 object.__setattr__(self.module, "forward", self.replaced)
-        self._unmark()
-
-    def _unmark(self) -> None:
-        for head in self.heads:
-            for key in [key for key, hook in head._forward_hooks.items() if isinstance(hook, MarkHead)]:
-                del head._forward_hooks[key]
 
 
 class FrozenParameter(NamedTuple):
@@ -164,8 +157,15 @@ class ModelController(Controller):
     capture_note: str
     root: RootForward | None = None
 
+    @property
+    def has_experts(self) -> bool:
+        """Whether a unit's weight is one that a grouped GEMM takes: a matrix for each expert."""
+        return any(len(unit.spec.shape) == 3 for unit in self.units)
+
     def reinstall(self) -> None:
         """Put the generated forwards in place."""
+        if self.has_experts:
+            grouped.show()
         for installed in self.forwards:
             installed.install()
         if self.root is not None:
@@ -234,7 +234,7 @@ def instrument(
     else:
         check_budget(max_active, settings.budget_unit)
     selection = Selection(_patterns("include", include), _patterns("exclude", exclude))
-    plan = pipeline.run(Plan(target, chosen, selection, example_inputs))
+    plan = pipeline.run(Plan(target, chosen, selection, example_inputs, marks_heads=everything is not None))
     check_gemms(target, plan, everything)
     install(target, plan, settings, max_active, everything)
     return model
@@ -262,11 +262,10 @@ def install(
         module = model.get_submodule(forward.site)
         controller.sites += [Site(module, name, index_of[unit]) for name, unit in forward.handles.items()]
         controller.forwards.append(InstalledForward(module, forward.without_graph(), module.__dict__.get("forward")))
-    heads = (model.get_submodule(item.name) for item in plan.left_alone if item.reason == OUTPUT_HEAD)
     if controller.saver is not None:
         is_site = any(not forward.site for forward in plan.forwards)
         replaced = None if is_site else model.__dict__.get("forward")
-        controller.root = RootForward(model, controller.saver, tuple(heads), is_site, replaced)
+        controller.root = RootForward(model, controller.saver, is_site, replaced)
     if plan.recipe.frozen is not None:
         controller.trained = model
     controller.frozen = []
@@ -305,6 +304,8 @@ def remove(model: nn.Module, installed: ModelController) -> None:
     installed.disconnect()
     for frozen in installed.frozen:
         frozen.restore()
+    if not any(getattr(other, "has_experts", False) for other in observers()):
+        grouped.hide()
     model.__dict__.pop(CONTROLLER, None)
 
 

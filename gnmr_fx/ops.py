@@ -27,6 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch._library.fake_impl import allocate_size
+from torch.fx.traceback import annotate
 
 from gnmr_fx import gemm, kernels
 from gnmr_fx.distributed import Layout, layout_of, local_value
@@ -36,9 +37,11 @@ from gnmr_fx.frozen_ops import frozen_projection
 from gnmr_fx.projections import KINDS
 from gnmr_fx.recipe import Format
 from gnmr_fx.scope import AllSaved
-from gnmr_fx.units import Handle, Kept, announce, mark, measure, observe, observe_scope
+from gnmr_fx.units import Handle, Kept, Marker, announce, mark, measure, observe, observe_scope
 
 NAMESPACE = "gnmr_fx"
+HEAD_KEY = "gnmr_fx_loss_head"
+"""Graph nodes of an output head have this key in ``meta["custom"]``."""
 
 _parse = functools.cache(Format.parse)
 
@@ -292,6 +295,17 @@ def stored_shape(shape: Any) -> list[Any]:
     return [*shape[:-2], 1, shape[-2]] if len(shape) > 1 and shape[-1] == 1 else list(shape)
 
 
+def head_projection(kind: str, extra: str, x: Tensor, w: Tensor, b: Tensor | None, offs: Tensor | None) -> Tensor:
+    """The operator as PyTorch has it, marked as the output head: in the graph that is traced, or in autograd's."""
+    if torch.compiler.is_compiling():
+        with annotate({HEAD_KEY: True}):
+            return stock_projection(kind, extra, x, w, b, offs)
+    out = stock_projection(kind, extra, x, w, b, offs)
+    if out.grad_fn is not None:
+        mark(out, Marker.LOSS_HEAD)
+    return out
+
+
 def is_guardable(x: Tensor, w: Tensor, training: bool) -> bool:
     """Whether an activation of this call would be saved, and can be stored in another format."""
     return training and torch.is_grad_enabled() and w.requires_grad and x.is_floating_point()
@@ -304,7 +318,7 @@ def guarded_projection(
     w: Tensor,
     b: Tensor | None,
     offs: Tensor | None,
-    handle: Handle,
+    handle: Handle | Marker,
     training: bool,
 ) -> Tensor:
     """A projection on its low-cost or its recovery path.
@@ -321,7 +335,7 @@ def guarded_projection(
         w: weight, a parameter or a view or slice of one.
         b: bias, where the operator takes one.
         offs: int32 [E], row offsets of a grouped GEMM.
-        handle: guard, formats and bookkeeping of the unit.
+        handle: guard, formats and bookkeeping of the unit; a marker where the stock operator is to run and be marked.
         training: where False (and under no_grad, and for a frozen weight) nothing of ``x`` is kept and the stock
             operator runs.
 
@@ -330,6 +344,8 @@ def guarded_projection(
         FormatError, NativeKernelError, UnsupportedTensorError: where a recipe for GEMMs cannot be followed.
         UnsupportedTransformError: under a ``torch.func`` transform.
     """
+    if isinstance(handle, Marker):
+        return head_projection(kind, extra, x, w, b, offs)
     if handle.frozen is not None:
         return frozen_projection(kind, extra, x, w, b, offs, handle, training)
     eager = not torch.compiler.is_compiling()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import functools
 import json
 import weakref
@@ -24,6 +25,13 @@ HANDLE_PREFIX = "_gnmr_"
 Signal = Literal["weight", "adapters", "output"]
 UNIT_KEY = "gnmr_fx_unit"
 """Key of an autograd node's metadata under which the handle of the unit that it is part of is kept."""
+
+
+class Marker(enum.Enum):
+    """What stands in a handle's place where a projection is known and no unit."""
+
+    LOSS_HEAD = "loss head"
+    """The output head: what comes after it is the loss head, and stays as it is unless asked otherwise."""
 
 
 class Memo:
@@ -308,7 +316,7 @@ def observers() -> list[Any]:
 
 
 def mark(made: Tensor, unit: Any) -> None:
-    """Note in the autograd graph that ``unit`` (its handle) made a tensor."""
+    """Note in the autograd graph that ``unit`` (its handle, or a marker) made a tensor."""
     metadata: Any = made.grad_fn.metadata  # type: ignore[union-attr]  # a dict, whatever its annotation says
     metadata[UNIT_KEY] = unit
 
