@@ -35,7 +35,6 @@ from gnmr_fx.errors import (
     UnknownUnitError,
     UnsupportedBackendError,
     UnsupportedInputError,
-    UnsupportedTensorError,
     UnsupportedTransformError,
 )
 from gnmr_fx.instrument import controller, instrument, uninstrument
@@ -86,7 +85,6 @@ __all__ = [
     "UnknownUnitError",
     "UnsupportedBackendError",
     "UnsupportedInputError",
-    "UnsupportedTensorError",
     "UnsupportedTransformError",
     "audit",
     "controller",

@@ -91,7 +91,7 @@ class FrozenWeightError(GnmrError, RuntimeError):
 
 
 class UnsupportedInputError(GnmrError, TypeError):
-    """An activation of a dtype that a guarded operator cannot take."""
+    """An activation of a dtype or kind that a guarded operator cannot take."""
 
 
 class UnsupportedBackendError(GnmrError, RuntimeError):
@@ -100,10 +100,6 @@ class UnsupportedBackendError(GnmrError, RuntimeError):
 
 class NativeKernelError(GnmrError, RuntimeError):
     """A recipe asks for native kernels where torch has none for the device, the formats or the shapes."""
-
-
-class UnsupportedTensorError(GnmrError, TypeError):
-    """A tensor of a kind that a recipe cannot work with."""
 
 
 class AuditError(GnmrError, ValueError):

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 
 from gnmr_fx import distributed, kernels
-from gnmr_fx.errors import DoubleBackwardError, FormatError, NativeKernelError, UnsupportedTensorError
+from gnmr_fx.errors import DoubleBackwardError, NativeKernelError, UnsupportedInputError
 from gnmr_fx.formats import Encoded, from_groups, layout
 from gnmr_fx.projections import KINDS, split_equation
 from gnmr_fx.recipe import FULL, Backend, Format, GemmPaths, GemmRecipe, Operands
@@ -662,16 +662,15 @@ def check_operands(x: Tensor, w: Tensor, kind: str) -> None:
     """Refuse what cannot be quantized.
 
     Raises:
-        FormatError: for an activation that is not floating point.
-        UnsupportedTensorError: for tensors in parts on several devices.
+        UnsupportedInputError: for an activation that is not floating point, or in parts on several devices.
     """
     if not x.is_floating_point():
-        raise FormatError(
+        raise UnsupportedInputError(
             f"expected a floating-point activation for a projection ({kind}) whose recipe quantizes its GEMMs, found "
             f"{x.dtype}; cast it, or leave the operator out with exclude=[...]"
         )
     if distributed.layout_of(x) is not None or distributed.layout_of(w) is not None:
-        raise UnsupportedTensorError(
+        raise UnsupportedInputError(
             f"expected plain tensors for a projection ({kind}) whose recipe quantizes its GEMMs, found a DTensor "
             "(tensor parallelism), whose scales would have to be agreed on between ranks; use a recipe that only "
             "stores activations (saved-*), or FSDP2 alone, which gathers weights before they are used"

@@ -341,7 +341,7 @@ def guarded_projection(
 
     Raises:
         DoubleBackwardError: in a backward with ``create_graph=True``.
-        FormatError, NativeKernelError, UnsupportedTensorError: where a recipe for GEMMs cannot be followed.
+        NativeKernelError, UnsupportedInputError: where a recipe for GEMMs cannot be followed.
         UnsupportedTransformError: under a ``torch.func`` transform.
     """
     if isinstance(handle, Marker):

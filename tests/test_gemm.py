@@ -17,10 +17,10 @@ import gnmr_fx
 from gnmr_fx import formats, gemm
 from gnmr_fx.errors import (
     DoubleBackwardError,
-    FormatError,
     NativeKernelError,
     NoRecoverableOperatorError,
     RecipeError,
+    UnsupportedInputError,
     UnsupportedTransformError,
 )
 from gnmr_fx.ops import guarded_projection
@@ -585,7 +585,7 @@ def test_refusals() -> None:
     w = torch.randn(4, 8, requires_grad=True)
     own = handle(RECIPES["gemm-int8-bf16"])
     for x in (torch.ones(2, 8, dtype=torch.int64), torch.ones(2, 8, dtype=torch.complex64)):
-        with pytest.raises(FormatError, match="floating-point activation"):
+        with pytest.raises(UnsupportedInputError, match="floating-point activation"):
             guarded_projection("linear", "", x, w, None, None, own, True)
     out = guarded_projection("linear", "", torch.randn(2, 8), w, None, None, own, True)
     with pytest.raises(DoubleBackwardError, match="create_graph"):
