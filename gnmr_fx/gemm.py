@@ -302,11 +302,15 @@ def _choose(
         else:
             return "native"
     if backend == "native":
-        raise NativeKernelError(
-            f"expected a native kernel for the {gemm} GEMM with operands {operands.label}, found none: {reason}; "
-            "use backend='auto' to emulate where there is none, or backend='emulated'"
-        )
+        raise _no_kernel(gemm, operands, reason)
     return "emulated"
+
+
+def _no_kernel(gemm: Gemm, operands: Operands, reason: str) -> NativeKernelError:
+    return NativeKernelError(
+        f"expected a native kernel for the {gemm} GEMM with operands {operands.label}, found none: {reason}; use "
+        "backend='auto' to emulate where there is none, or backend='emulated'"
+    )
 
 
 def check_native(recipe: GemmRecipe, device: torch.device) -> None:
@@ -318,10 +322,7 @@ def check_native(recipe: GemmRecipe, device: torch.device) -> None:
         for operands in {paths.low, paths.high} - {FULL}:
             kernel, reason = native_kernel(operands, device)
             if kernel is None:
-                raise NativeKernelError(
-                    f"expected a native kernel for the {gemm} GEMM with operands {operands.label}, found none: "
-                    f"{reason}; use backend='auto' to emulate where there is none, or backend='emulated'"
-                )
+                raise _no_kernel(gemm, operands, reason)
 
 
 def _sizes(kind: str, gemm: Gemm, x_shape: Sequence[int], w: Tensor) -> tuple[int, int, int] | None:
