@@ -382,16 +382,18 @@ def output(
     if operands == FULL:
         return KINDS[kind].forward(x, w, b, offs, extra)
     which = _backend("output", spec.output, spec.backend, _sizes(kind, "output", x.shape, w), x.dtype, w.device)
-    shared = stored[0] if stored is not None and stored[1] == operands.left else None
+    of_x, of_w = summed(kind, extra, "output", (x.dim(), w.dim()), w.dim())
+    # An activation is stored along its last dimension.
+    is_operand = stored is not None and stored[1] == operands.left and of_x[0] % x.dim() == x.dim() - 1
+    shared = stored[0] if stored is not None and is_operand else None
     if which[active] == "native":
         kernel = _native(operands, w.device)
         shape = (x.numel() // x.shape[-1] if x.shape[-1] else 0, x.shape[-1])
         fmt = operands.left
         rows = _codes(shared, fmt, shape) if shared is not None else _matrix(x.reshape(shape), fmt, seed)
         right = _matrix(w if kind == "linear" else w.t().contiguous(), operands.right, seed)
-        out = kernel.run(rows, right, x.dtype).view(*x.shape[:-1], -1)
+        out = kernel.run(rows, right, x.dtype).view(*x.shape[:-1], right.codes.shape[0])
         return out if b is None else out + b
-    of_x, of_w = summed(kind, extra, "output", (x.dim(), w.dim()), w.dim())
     left = (
         quantized(x, of_x, operands.left, seed)
         if shared is None
