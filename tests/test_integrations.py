@@ -125,6 +125,17 @@ def test_every_recipe_goes_through_the_log(tmp_path, recipe):
     assert read_log(tmp_path / "run.jsonl").report().recipe == recipe
 
 
+@pytest.mark.parametrize("before", [0, 7, 13])
+def test_a_log_may_begin_with_the_step_just_made(tmp_path, before):
+    plain, late, model = tmp_path / "plain.jsonl", tmp_path / "late.jsonl", instrumented()
+    train(model, noisy(before))
+    first = JsonlLogger(plain, model)
+    train(model, [noisy(before + 1)[before]])
+    second = JsonlLogger(late, model, with_last=True)
+    assert [log.log() for log in (first, second)] == [True, True]
+    assert plain.read_text() == late.read_text()
+
+
 def test_schedules_and_infinities_go_through_the_log(tmp_path):
     config = gnmr_fx.GnmrConfig(
         alpha=lambda step: 1.2 if step < 8 else 1.5, beta=math.inf, warmup_steps=2, lock_steps=2
