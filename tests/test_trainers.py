@@ -227,7 +227,7 @@ def test_whatever_the_trainer_does_to_the_model(tmp_path, options):
 
 @pytest.mark.slow
 def test_everything_stored_under_the_trainers_torch_compile(tmp_path):
-    """Inductor, whose partitioner stores what scope "all" stores; accelerate compiles before the callback instruments."""
+    """By Inductor's partitioner; and accelerate wraps the model before the callback instruments it."""
     scope = gnmr_fx.AllSaved(min_bytes=64)
     callback = hf.GnmrCallback(**OPTIONS, scope=scope, jsonl=tmp_path / "gnmr.jsonl")
     options = {"torch_compile": True, "torch_compile_backend": "inductor", "gradient_accumulation_steps": 1}
