@@ -5,13 +5,17 @@ model = torch.compile(model)
 print(gnmr_fx.table(model))
 """
 
+from gnmr_fx.audit import Audit, audit
 from gnmr_fx.config import GnmrConfig
 from gnmr_fx.errors import (
+    AdapterError,
     AlreadyInstrumentedError,
+    AuditError,
     BudgetError,
     ConfigError,
     DoubleBackwardError,
     FormatError,
+    FrozenWeightError,
     GnmrError,
     GnmrWarning,
     InvariantError,
@@ -23,18 +27,19 @@ from gnmr_fx.errors import (
     NoRecoverableOperatorError,
     NotInstrumentedError,
     PatternError,
+    QuantizedWeightError,
     RankMismatchError,
     RecipeError,
     StateMismatchError,
     UnknownRecipeError,
     UnknownUnitError,
     UnsupportedBackendError,
-    UnsupportedTensorError,
+    UnsupportedInputError,
     UnsupportedTransformError,
 )
 from gnmr_fx.instrument import controller, instrument, uninstrument
 from gnmr_fx.operator_table import Table, table
-from gnmr_fx.recipe import RECIPES, Format, GemmPaths, GemmRecipe, Operands, Recipe, dsv3, dynamic_gemm
+from gnmr_fx.recipe import RECIPES, Format, FrozenRecipe, GemmPaths, GemmRecipe, Operands, Recipe, dsv3, dynamic_gemm
 from gnmr_fx.report import Report, report
 from gnmr_fx.scope import AllSaved
 
@@ -42,13 +47,18 @@ __version__ = "0.1.0"
 
 __all__ = [
     "RECIPES",
+    "AdapterError",
     "AllSaved",
     "AlreadyInstrumentedError",
+    "Audit",
+    "AuditError",
     "BudgetError",
     "ConfigError",
     "DoubleBackwardError",
     "Format",
     "FormatError",
+    "FrozenRecipe",
+    "FrozenWeightError",
     "GemmPaths",
     "GemmRecipe",
     "GnmrConfig",
@@ -64,6 +74,7 @@ __all__ = [
     "NotInstrumentedError",
     "Operands",
     "PatternError",
+    "QuantizedWeightError",
     "RankMismatchError",
     "Recipe",
     "RecipeError",
@@ -73,8 +84,9 @@ __all__ = [
     "UnknownRecipeError",
     "UnknownUnitError",
     "UnsupportedBackendError",
-    "UnsupportedTensorError",
+    "UnsupportedInputError",
     "UnsupportedTransformError",
+    "audit",
     "controller",
     "dsv3",
     "dynamic_gemm",

@@ -13,20 +13,21 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo
 
 from gnmr_fx import distributed, kernels
-from gnmr_fx.errors import DoubleBackwardError, FormatError, NativeKernelError, UnsupportedTensorError
+from gnmr_fx.errors import DoubleBackwardError, NativeKernelError, UnsupportedInputError
 from gnmr_fx.formats import Encoded, from_groups, layout
 from gnmr_fx.projections import KINDS, split_equation
 from gnmr_fx.recipe import FULL, Backend, Format, GemmPaths, GemmRecipe, Operands
-from gnmr_fx.units import Kept, announce, observe, observe_backends
+from gnmr_fx.units import Kept, announce, measure, observe, observe_backends
 
 NAMESPACE = "gnmr_fx"
+Seed: TypeAlias = Tensor | int | None
 Gemm = Literal["output", "grad_input", "grad_weight"]
 GEMMS: tuple[Gemm, ...] = ("output", "grad_input", "grad_weight")
 
@@ -47,7 +48,7 @@ class Spec(NamedTuple):
     @classmethod
     def of_eval(cls, recipe: GemmRecipe) -> Spec:
         """The text of what runs in ``eval()``: one path, whatever the guard says."""
-        chosen = {gemm: getattr(getattr(recipe, gemm), recipe.eval_path) for gemm in GEMMS}
+        chosen = {gemm: getattr(getattr(recipe, gemm), recipe.evaluate) for gemm in GEMMS}
         return cls._of({gemm: GemmPaths(operands, operands) for gemm, operands in chosen.items()}, recipe.backend)
 
     @classmethod
@@ -66,6 +67,11 @@ def parse_paths(text: str) -> GemmPaths:
     """The paths that a field of :class:`Spec` names."""
     low, _, high = text.partition(" -> ")
     return GemmPaths(Operands.parse(low), Operands.parse(high))
+
+
+def operand_spec(spec: Spec) -> str:
+    """The format in which the low-cost path takes the activation."""
+    return str(parse_paths(spec.output).low.left)
 
 
 def in_force(text: str, active: bool) -> Operands:
@@ -106,7 +112,7 @@ def summed(kind: str, extra: str, gemm: Gemm, dims: tuple[int, int], w_dim: int)
     return activation, (inner if gemm == "output" else (-1 if inner == -2 else -2),)
 
 
-def quantized(t: Tensor, dims: tuple[int, ...], fmt: Format, seed: Tensor | None) -> Tensor:
+def quantized(t: Tensor, dims: tuple[int, ...], fmt: Format, seed: Seed) -> Tensor:
     """``t`` as ``fmt`` along ``dims`` gives it back, in the same shape and dtype, of any strides."""
     if fmt == Format("none"):
         return t
@@ -118,7 +124,7 @@ def quantized(t: Tensor, dims: tuple[int, ...], fmt: Format, seed: Tensor | None
     return _along_rows(rows, fmt, seed).view(moved.shape).movedim(tuple(range(-len(ends), 0)), ends)
 
 
-def _along_rows(rows: Tensor, fmt: Format, seed: Tensor | None) -> Tensor:
+def _along_rows(rows: Tensor, fmt: Format, seed: Seed) -> Tensor:
     """Like :func:`gnmr_fx.kernels.roundtrip`, where the length of a row is a number of tokens and changes."""
     length = rows.shape[-1]
     if fmt.granularity == "group" and length % fmt.group_size:
@@ -136,17 +142,24 @@ class Kernel(NamedTuple):
 
     Attributes:
         name: of the function in torch.
-        run: ``(left, right, dtype) -> Tensor``: the product of ``left`` [M, C] and ``right`` [P, C] transposed.
+        multiply: the function, with its arguments sorted out.
         multiples: what M, P and C have to be multiples of.
         rows: the least M.
         dtypes: of the results it can give.
     """
 
     name: str
-    run: Callable[[Matrix, Matrix, torch.dtype], Tensor]
+    multiply: Callable[[Matrix, Matrix, torch.dtype], Tensor]
     multiples: tuple[int, int, int] = (1, 1, 1)
     rows: int = 1
     dtypes: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16, torch.float32)
+
+    def run(self, left: Matrix, right: Matrix, dtype: torch.dtype) -> Tensor:
+        """The product of ``left`` [M, C] and ``right`` [P, C] transposed, [M, P] in ``dtype``."""
+        if left.codes.numel() == 0 or right.codes.numel() == 0:  # refused by some kernels
+            shape = (left.codes.shape[0], right.codes.shape[0])
+            return torch.zeros(shape, dtype=dtype, device=left.codes.device)
+        return self.multiply(left, right, dtype)
 
 
 class Matrix(NamedTuple):
@@ -232,7 +245,7 @@ def native_kernel(operands: Operands, device: torch.device) -> tuple[Kernel | No
     return kernel, ""
 
 
-def _matrix(rows: Tensor, fmt: Format, seed: Tensor | None) -> Matrix:
+def _matrix(rows: Tensor, fmt: Format, seed: Seed) -> Matrix:
     """``rows`` [M, C] in ``fmt``, as kernels take it."""
     encoded = kernels.encode(rows, fmt, seed, dynamic=True)
     return _codes(encoded, fmt, rows.shape)
@@ -349,7 +362,7 @@ def output(
     b: Tensor | None,
     offs: Tensor | None,
     active: bool,
-    seed: Tensor | None,
+    seed: Seed,
     kind: str,
     extra: str,
     spec: Spec,
@@ -391,7 +404,7 @@ def grad_input(
     w: Tensor,
     offs: Tensor | None,
     active: bool,
-    seed: Tensor | None,
+    seed: Seed,
     kind: str,
     extra: str,
     spec: Spec,
@@ -420,7 +433,7 @@ def grad_weight(
     w: Tensor,
     offs: Tensor | None,
     active: bool,
-    seed: Tensor | None,
+    seed: Seed,
     kind: str,
     extra: str,
     spec: Spec,
@@ -475,7 +488,7 @@ def _output_op(
     offs: Tensor | None,
     active: Tensor,
     guard: Tensor,
-    seed: Tensor | None,
+    seed: Seed,
     stored: list[Tensor],
     low: str,
     high: str,
@@ -489,6 +502,7 @@ def _output_op(
     if reports:
         observe(guard, Kept(tuple(size), x.dtype))
         announce(guard)
+        measure(guard, x, operand_spec(parsed))
     observe_backends(guard, backends(kind, parsed, x.shape, w, x.dtype))
     kept = None
     if stored and tuple(size) == tuple(x.shape):
@@ -502,7 +516,7 @@ def _grad_input_op(
     w: Tensor,
     offs: Tensor | None,
     active: Tensor,
-    seed: Tensor | None,
+    seed: Seed,
     size: list[int],
     kind: str,
     extra: str,
@@ -517,7 +531,7 @@ def _grad_weight_op(
     w: Tensor,
     offs: Tensor | None,
     active: Tensor,
-    seed: Tensor | None,
+    seed: Seed,
     kind: str,
     extra: str,
     *spec: str,
@@ -570,7 +584,7 @@ class GuardedGemms(torch.autograd.Function):
         offs: Tensor | None,
         active: Any,
         guard: Tensor,
-        seed: Tensor | None,
+        seed: Seed,
         low_payload: Tensor | None,
         low_scales: Tensor | None,
         high_payload: Tensor | None,
@@ -584,17 +598,17 @@ class GuardedGemms(torch.autograd.Function):
         keeps: bool,
         reports: bool,
     ) -> Tensor:
-        """``active`` is a bool in eager mode and a tensor in a traced graph; ``size`` is the activation's shape as it
-        is stored; ``keeps`` says that a weight gradient will be wanted, ``reports``, that the operator tells the
-        controller of the activation."""
+        """``active`` and ``seed`` are tensors in a traced graph, a bool and an int in eager mode; ``size`` is the
+        activation's shape as it is stored; ``keeps`` says that a weight gradient will be wanted, ``reports``, that the
+        operator tells the controller of the activation."""
         compiling = torch.compiler.is_compiling()
         stores = (low_payload, low_scales, high_payload, high_scales)
         encoded = [part for part in stores if part is not None]
         kept = [*encoded] if encoded else [x] if keeps else []
-        extras = [t for t in (offs, active if compiling else None, seed) if t is not None]
-        ctx.save_for_backward(w, *kept, *extras)
+        traced = [t for t in (offs, *((active, seed) if compiling else ())) if t is not None]
+        ctx.save_for_backward(w, *kept, *traced)
         ctx.layout = (len(kept), offs is not None, seed is not None)
-        ctx.active = None if compiling else active
+        ctx.active, ctx.seed = (None, None) if compiling else (active, seed)
         ctx.kind, ctx.extra, ctx.spec, ctx.low, ctx.high = kind, extra, spec, low, high
         ctx.x_shape, ctx.x_dtype, ctx.b_shape = x.shape, x.dtype, None if b is None else b.shape
         ctx.size = size
@@ -622,7 +636,7 @@ class GuardedGemms(torch.autograd.Function):
         kept, rest = saved[:count], saved[count:]
         offs = rest.pop(0) if has_offs else None
         active = rest.pop(0) if compiling else ctx.active
-        seed = rest.pop(0) if has_seed else None
+        seed = rest.pop(0) if compiling and has_seed else ctx.seed
         kind, extra, spec = ctx.kind, ctx.extra, ctx.spec
         grad_x = grad_w = grad_b = None
         if ctx.needs_input_grad[0]:
@@ -648,16 +662,15 @@ def check_operands(x: Tensor, w: Tensor, kind: str) -> None:
     """Refuse what cannot be quantized.
 
     Raises:
-        FormatError: for an activation that is not floating point.
-        UnsupportedTensorError: for tensors in parts on several devices.
+        UnsupportedInputError: for an activation that is not floating point, or in parts on several devices.
     """
     if not x.is_floating_point():
-        raise FormatError(
+        raise UnsupportedInputError(
             f"expected a floating-point activation for a projection ({kind}) whose recipe quantizes its GEMMs, found "
             f"{x.dtype}; cast it, or leave the operator out with exclude=[...]"
         )
     if distributed.layout_of(x) is not None or distributed.layout_of(w) is not None:
-        raise UnsupportedTensorError(
+        raise UnsupportedInputError(
             f"expected plain tensors for a projection ({kind}) whose recipe quantizes its GEMMs, found a DTensor "
             "(tensor parallelism), whose scales would have to be agreed on between ranks; use a recipe that only "
             "stores activations (saved-*), or FSDP2 alone, which gathers weights before they are used"
