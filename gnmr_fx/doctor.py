@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from gnmr_fx import formats
+from gnmr_fx import formats, frozen
 from gnmr_fx.gemm import GEMMS, native_kernel
 from gnmr_fx.recipe import FULL, RECIPES, GemmRecipe, Operands, Recipe
 from gnmr_fx.text import grid, to_json
@@ -245,6 +245,10 @@ def _recipe(recipe: Recipe, device: str, toolchain: tuple[Tried, ...]) -> Tried:
             formats.decode(encoded, fmt, x.shape, x.dtype)
         kernels = toolchain[-1 if device != "cpu" else 0]
         packing = "fused kernels" if kernels.works else f"plain PyTorch code (no {kernels.name})"
+        if recipe.frozen is not None:
+            weight = torch.linspace(-1, 1, 64 * 64, device=device).view(64, 64)
+            frozen.decode(frozen.encode(weight, recipe.frozen.spec), recipe.frozen.spec, weight.shape, weight.dtype)
+            return f"on {device}: frozen weights by {packing}"
         gemms = "" if recipe.gemm is None else f", GEMMs {what_computes(recipe.gemm, torch.device(device))}"
         return f"on {device}: activations by {packing}{gemms}"
 

@@ -27,7 +27,7 @@ from gnmr_fx.config import GnmrConfig, threshold
 from gnmr_fx.errors import GnmrError, LogError
 from gnmr_fx.instrument import ModelController
 from gnmr_fx.integrations.metrics import Meter
-from gnmr_fx.recipe import Format, GemmPaths, GemmRecipe, Operands, Recipe
+from gnmr_fx.recipe import NF4, Format, FrozenRecipe, GemmPaths, GemmRecipe, Operands, Recipe
 from gnmr_fx.report import Report
 from gnmr_fx.runtime import Event
 from gnmr_fx.text import counted, recipe_data, to_json
@@ -346,14 +346,17 @@ def _config(data: Mapping[str, Any], lines: Sequence[Mapping[str, Any]]) -> Gnmr
 
 def _recipe(data: Mapping[str, Any]) -> Recipe:
     """The recipe that :func:`gnmr_fx.text.recipe_data` made ``data`` of."""
-    gemm = data.get("gemm")
-    low, high = Format.parse(data["low"]), Format.parse(data["high"])
-    if gemm is None:
-        return Recipe(low, high, data["name"])
-    options: dict[str, Any] = {
-        name: GemmPaths(**{path: Operands.parse(text) for path, text in value.items()})
-        if isinstance(value, Mapping)
-        else value
-        for name, value in gemm.items()
-    }
-    return Recipe(low, high, data["name"], GemmRecipe(**options))
+    low, high, name = Format.parse(data["low"]), Format.parse(data["high"]), data["name"]
+    if "gemm" in data:
+        options: dict[str, Any] = {
+            name: GemmPaths(**{path: Operands.parse(text) for path, text in value.items()})
+            if isinstance(value, Mapping)
+            else value
+            for name, value in data["gemm"].items()
+        }
+        return Recipe(low, high, name, GemmRecipe(**options))
+    if "frozen" in data:
+        spec = data["frozen"]["low"]
+        weights: Any = spec if spec == NF4 else Format.parse(spec)
+        return Recipe(low, high, name, frozen=FrozenRecipe(**{**data["frozen"], "low": weights}))
+    return Recipe(low, high, name)
