@@ -80,18 +80,21 @@ class StepLogger(Protocol):
 
 
 def open_loggers(
-    installed: ModelController, jsonl: str | os.PathLike[str] | None, tensorboard: str | os.PathLike[str] | None
+    installed: ModelController,
+    jsonl: str | os.PathLike[str] | None,
+    tensorboard: str | os.PathLike[str] | None,
+    with_last: bool = False,
 ) -> list[StepLogger]:
     """The loggers of a controller; opened after its state is restored, since they go on from there."""
     found: list[StepLogger] = []
     if jsonl is not None:
         from gnmr_fx.integrations.jsonl import JsonlLogger
 
-        found.append(JsonlLogger(jsonl, installed))
+        found.append(JsonlLogger(jsonl, installed, with_last=with_last))
     if tensorboard is not None:
         from gnmr_fx.integrations.tensorboard import TensorBoardLogger
 
-        found.append(TensorBoardLogger(tensorboard, installed))
+        found.append(TensorBoardLogger(tensorboard, installed, with_last=with_last))
     return found
 
 
