@@ -32,9 +32,24 @@ def test_snippets_run(tmp_path, monkeypatch, capsys):
     assert f"alpha={gnmr_fx.GnmrConfig().alpha}, beta={gnmr_fx.GnmrConfig().beta}" in snippets[1]
 
 
-def test_snippets_of_the_docs_run() -> None:
+def test_snippets_of_the_docs_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     for page in sorted((ROOT / "docs").glob("*.md")):
-        scope: dict[str, Any] = {"gnmr_fx": gnmr_fx, "model": llama().model.train()}
-        for snippet in re.findall(r"```python\n(.*?)```", page.read_text(), flags=re.DOTALL):
+        ids = torch.randint(0, 64, (2, 8))
+        model = llama().model.train()
+        scope: dict[str, Any] = {
+            "gnmr_fx": gnmr_fx,
+            "model": model,
+            "step_model": model,
+            "optimizer": torch.optim.SGD(model.parameters(), 0.1),
+            "batch": {"input_ids": ids, "labels": ids},
+            "batches": [{"input_ids": ids, "labels": ids}] * 2,
+        }
+        for at, snippet in enumerate(re.findall(r"```python\n(.*?)```", page.read_text(), flags=re.DOTALL)):
+            if at and "gnmr_fx.instrument(" in snippet:
+                gnmr_fx.uninstrument(model)
             exec(snippet, scope)
-        assert gnmr_fx.table(scope["model"]).scope == gnmr_fx.AllSaved()
+        if page.stem == "saved-activations":
+            assert gnmr_fx.table(scope["model"]).scope == gnmr_fx.AllSaved()
+    assert scope["found"].units
+    assert (tmp_path / "audit.png").exists()
