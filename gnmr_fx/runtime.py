@@ -3,7 +3,8 @@
 The decisions themselves are pure functions in :mod:`gnmr_fx.controller`. This is the glue, in the order of one step:
 
 1. A guarded projection that runs in a forward sees to it that its weight carries a hook (sharding, unfreezing and the
-   like may have put another parameter in place), and that a forward inside DDP is known as one.
+   like may have put another parameter in place), and that a forward inside DDP is known as one. A unit whose weight is
+   frozen listens to its adapters instead, or, where it has none, takes the norm of its output's gradient as it passes.
 2. The hook on each unit's weight notes that its gradient was accumulated, and asks autograd for a callback at the end
    of that backward.
 3. At the end of each backward, behind what others (DDP, FSDP2) do there, one fused call takes the norms of the
@@ -41,6 +42,8 @@ from gnmr_fx.config import GnmrConfig
 from gnmr_fx.controller import MISSING, Decision, check_costs, init, state_from_dict, state_to_dict, update
 from gnmr_fx.costs import cost_of
 from gnmr_fx.errors import GnmrWarning, RankMismatchError, StateMismatchError, UnknownUnitError
+from gnmr_fx.frozen import FrozenWeight
+from gnmr_fx.gemm import Spec
 from gnmr_fx.gradients import Listener, OptimizerHook, WeightHooks, active_grad_scale, gradient_norms, in_backward
 from gnmr_fx.measure import Probe
 from gnmr_fx.ops import remove_partitioner
@@ -123,7 +126,8 @@ class Round:
         calls: forwards in which each unit ran guarded (calls, where a unit runs several times in one).
         arrived: unit -> the weight at which its gradient arrived last.
         pending: norms as of the last backward.
-        early: norms of units whose optimizer steps inside the backward, as it found them.
+        early: norms of units whose optimizer steps inside the backward, as it found them, by unit and parameter.
+        outputs: on each device, the sums of the squared norms of output gradients, of the units in ``passed``.
         went_bad: on each device, the backward (from 1) in which each unit's norm was first not finite, 0 = none; the
             last backward is not entered yet.
         backwards: number of backwards that have ended.
@@ -138,7 +142,9 @@ class Round:
     calls: list[int]
     arrived: dict[int, Tensor] = field(default_factory=dict)
     pending: list[Measured] = field(default_factory=list)
-    early: dict[int, Measured] = field(default_factory=dict)
+    early: dict[tuple[int, int], Measured] = field(default_factory=dict)
+    outputs: dict[torch.device, Tensor] = field(default_factory=dict)
+    passed: dict[torch.device, set[int]] = field(default_factory=dict)
     went_bad: dict[torch.device, Tensor] = field(default_factory=dict)
     backwards: int = 0
     open_in: int | None = None
@@ -159,7 +165,10 @@ class Controller:
         scope: options of scope "all"; None where only what projections read is stored.
         probe: measures quantization errors, where the signal needs them.
         left_in_graph: for each compiled graph, by the indices of its units: what it keeps as it is, as JSON.
+        trained: the model, whose optimizers are all listened to; None where units' weights tell which ones matter.
     """
+
+    trained: nn.Module | None = None
 
     def __init__(
         self,
@@ -423,16 +432,19 @@ class Controller:
         self.decision = None
         self._chosen = flags
         self.flags.copy_(flags if self._forced is None else self._forced)
+        self._place_weights()
 
     # Guards ----------------------------------------------------------------------------------------------------------
 
     def handle(self, index: int) -> Handle:
         """A new handle of unit ``index``, connected to its guard."""
-        fmts = (self.recipe.low, self.recipe.high)
-        seed = self.seed if any(fmt.is_stochastic for fmt in fmts) else None
-        low, high = map(str, fmts)
+        recipe = self.recipe
+        seed = self.seed if recipe.is_stochastic else None
+        low, high = str(recipe.low), str(recipe.high)
+        gemms = None if recipe.gemm is None else (Spec.of(recipe.gemm), Spec.of_eval(recipe.gemm))
+        observation = self.units[index].observation
         return Handle(
-            self.flags[index], seed, low, high, self.memo, self.units[index].observation, self.scope, self.saver
+            self.flags[index], seed, low, high, self.memo, observation, self.scope, self.saver, gemms, recipe.frozen
         )
 
     def connect(self) -> None:
@@ -450,6 +462,7 @@ class Controller:
         for hook in self._optimizer_hooks:
             weakref.finalize(self, hook.remove)
         self._attach_hooks()
+        self._place_weights()
 
     def disconnect(self) -> None:
         """Undo :meth:`connect`."""
@@ -478,20 +491,24 @@ class Controller:
 
     # Forwards --------------------------------------------------------------------------------------------------------
 
-    def projection_ran(self, index: int) -> None:
-        """Called whenever unit ``index`` runs guarded: by a forward, or by a recomputation inside a backward."""
+    def projection_ran(self, index: int, counts: bool = True) -> None:
+        """Called whenever unit ``index`` runs guarded: by a forward, or by a recomputation inside a backward.
+
+        ``counts`` says whether a backward may follow.
+        """
         task = torch._C._current_graph_task_id()
         if self._round.due and task != self._round.recomputed_in:
             self._tick(1.0)
         if in_backward():
             self._round.recomputed_in = task
             return
-        weight = self.units[index].parameter
-        if weight is not None and not self._hooks.covers(index, weight):
-            self._attach_hook(index, weight)
+        if not counts:
+            return
+        now, unit = self._round, self.units[index]
+        if unit.adapters is None or not now.calls[index]:  # adapters take a walk over modules to find
+            self._listen(unit)
         self._clock += 1
         self._order[index] = self._clock
-        now = self._round
         if now.group is None:
             now.group = distributed.data_parallel_group()
         now.calls[index] += 1
@@ -529,13 +546,17 @@ class Controller:
     def _attach_hooks(self) -> None:
         """Hook the weights as the modules hold them now: moving, wrapping and sharding may have replaced them."""
         for unit in self.units:
-            weight = unit.parameter
-            if weight is not None and not self._hooks.covers(unit.index, weight):
-                self._attach_hook(unit.index, weight)
+            self._listen(unit)
 
-    def _attach_hook(self, index: int, weight: Tensor) -> None:
+    def _listen(self, unit: Unit) -> None:
+        heard = unit.heard()
+        for parameter in heard:
+            if not self._hooks.covers(unit.index, parameter):
+                self._attach_hook(unit.index, parameter, len(heard))
+
+    def _attach_hook(self, index: int, weight: Tensor, weights: int = 1) -> None:
         if weight.requires_grad and weight.is_leaf:
-            self._hooks.attach(index, weight, weakref.ref(self))
+            self._hooks.attach(index, weight, weakref.ref(self), weights)
 
     def _aim_probe(self) -> None:
         """Measure errors in the step to come, if it is time to."""
@@ -547,9 +568,23 @@ class Controller:
 
     def gradient_arrived(self, index: int, weight: Tensor) -> None:
         """Called by the hook on the weight of unit ``index``, during a backward."""
-        now = self._round
-        now.arrived[index] = weight
-        task = torch._C._current_graph_task_id()
+        self._round.arrived[index] = weight
+        self._await_end()
+
+    def output_gradient(self, index: int, gradient: Tensor) -> None:
+        """Called in a backward with the gradient of the output of unit ``index``, a frozen projection."""
+        if self.units[index].spec.signal != "output":
+            return
+        now, device = self._round, gradient.device
+        if device not in now.outputs:
+            now.outputs[device] = torch.zeros(len(self.units), dtype=torch.float64, device=device)
+        now.outputs[device][index] += gradient_norms([gradient])[0].double().square()
+        now.passed.setdefault(device, set()).add(index)
+        self._await_end()
+
+    def _await_end(self) -> None:
+        """See to it that the end of the backward under way is heard."""
+        now, task = self._round, torch._C._current_graph_task_id()
         if now.open_in != task:  # else its end is waited for already; an earlier one that failed has no end
             now.open_in = task
             # DDP queues its own callback after this one and only there finishes the gradients: queue behind it.
@@ -563,8 +598,8 @@ class Controller:
         self._heard_since_foreign_step = True
         self._enter_non_finite()
         now.backwards += 1
-        found = [(index, self._gradient(index)) for index in sorted(now.arrived) if index not in now.early]
-        now.pending = [*_measured((i, g) for i, g in found if g is not None), *now.early.values()]
+        found = [(index, gradient) for index in sorted(now.arrived) for gradient in self._gradients(index)]
+        now.pending = [*_measured(found), *now.early.values(), *self._outputs()]
         for unit in self.units:
             unit.observation.close()
         self._seconds += time.perf_counter() - start
@@ -575,8 +610,22 @@ class Controller:
             else:
                 now.due = True
 
+    def _outputs(self) -> Iterator[Measured]:
+        """Norms of the output gradients of the step so far."""
+        for device, squares in self._round.outputs.items():
+            indices = sorted(self._round.passed[device])
+            yield Measured(indices, squares[indices].sqrt(), [1] * len(indices))
+
+    def _gradients(self, index: int) -> list[Tensor]:
+        """The accumulated gradients that a unit listens to, as the optimizer will see them."""
+        unit, early = self.units[index], self._round.early
+        if unit.adapters is not None:
+            return [p.grad for p in unit.heard() if p.grad is not None and (index, id(p)) not in early]
+        gradient = None if (index, 0) in early else self._gradient(index)
+        return [] if gradient is None else [gradient]
+
     def _gradient(self, index: int) -> Tensor | None:
-        """The accumulated gradient of a unit, as the optimizer will see it.
+        """The accumulated gradient of a unit's weight.
 
         Of FSDP2's two parameters for one weight the gradient ends at the shard, which may not have had a hook yet.
         """
@@ -602,19 +651,20 @@ class Controller:
         device = torch.device("cpu")
         if groups:
             weights = (measured.norms for measured in now.pending) if now.pending else self._hooks.weights()
-            device = distributed.device_for(groups, next(iter(weights)).device)
+            device = distributed.device_for(groups, next(iter(weights), self.flags).device)
             self._agree(groups, device)
-        # Rows: norms (squared, to be summed over ranks), how many ranks have one, how many have seen the unit run; if
-        # they matter, squared errors and how many there are, costs and how many ranks know one.
-        # The last column tells whether all ranks are in the same state.
+        # Rows: norms (squared, to be summed over ranks and adapters), how many ranks have one, how many have seen the
+        # unit run; if they matter, squared errors and how many there are, costs and how many ranks know one. The last
+        # column tells whether all ranks are in the same state.
         measuring, priced = self.probe.is_open, self.config.budget_unit != "units"
         table = torch.zeros(3 + 2 * measuring + 2 * priced, count + 1, dtype=torch.float64, device=device)
+        squared = bool(groups) or self.recipe.frozen is not None
         for indices, norms, shards in now.pending:
             values = norms.to(device, torch.float64)
-            if groups:
+            if squared:
                 values = values.square() * torch.tensor(shards, device=device)
             at = torch.tensor(indices, device=device)
-            table[0, at] = values
+            table[0].index_add_(0, at, values)
             table[1, at] = 1.0
         for bad in now.went_bad.values():
             ever = (bad > 0).to(device)
@@ -637,9 +687,7 @@ class Controller:
                     f"is at step {self.step_count}; load the same controller state on every rank, and let every rank "
                     "make the same optimizer steps"
                 )
-            norms = (table[0] / table[1].clamp(min=1.0)).sqrt()[:count]
-        else:
-            norms = table[0, :count].clone()
+        norms = (table[0] / table[1].clamp(min=1.0)).sqrt()[:count] if squared else table[0, :count].clone()
         absent = (table[1, :count] == 0) | (table[2, :count] == 0)
         return Heard(
             (norms / grad_scale).masked_fill_(absent, MISSING),
@@ -720,7 +768,8 @@ class Controller:
         for parameter in _parameters(optimizer):
             for index in self._hooks.units_of(parameter):
                 if parameter.grad is not None:
-                    (self._round.early[index],) = _measured([(index, parameter.grad)])
+                    key = (index, 0 if self.units[index].adapters is None else id(parameter))
+                    (self._round.early[key],) = _measured([(index, parameter.grad)])
 
     def optimizer_stepped(self, optimizer: torch.optim.Optimizer) -> None:
         """Called after every step of any ``torch.optim`` optimizer in the process."""
@@ -747,7 +796,12 @@ class Controller:
         self._tick(active_grad_scale())
 
     def _owns(self, optimizer: torch.optim.Optimizer) -> bool:
-        return any(self._hooks.units_of(parameter) for parameter in _parameters(optimizer))
+        if any(self._hooks.units_of(parameter) for parameter in _parameters(optimizer)):
+            return True
+        if self.trained is None:
+            return False
+        own = {id(parameter) for parameter in self.trained.parameters() if parameter.requires_grad}
+        return any(id(parameter) in own for parameter in _parameters(optimizer))
 
     def _foreign_step(self, optimizer: torch.optim.Optimizer) -> None:
         # Only steps between which gradients arrived: another model's optimizer is none of this one's business.
@@ -798,6 +852,16 @@ class Controller:
             event = self._event(index, bool(target[index]), bool(changed[index]), decision, norms)
             self.events.append(event._replace(first_non_finite=index == first))
         self.flags.copy_(target)
+        self._place_weights()
+
+    def _place_weights(self) -> None:
+        """Bring the exact weights of the units on the recovery path to their device, and let go of all others."""
+        if self.recipe.frozen is None:
+            return
+        for unit, high in zip(self.units, self.flags.tolist(), strict=True):
+            weight = FrozenWeight.held_by(unit.module, unit.spec.parameter)
+            if weight is not None:
+                weight.store.recover() if high else weight.store.release()
 
     def _event(self, index: int, on: bool, changed: bool, decision: Decision | None, norms: Tensor | None) -> Event:
         candidate = decision is not None and bool(decision.candidates[index])
@@ -849,7 +913,7 @@ def _measured(gradients: Iterable[tuple[int, Tensor]]) -> list[Measured]:
         part, shards = distributed.local_part(gradient.detach())
         by_kind[part.device, part.dtype].append((index, part, shards))
     return [
-        Measured([i for i, _, _ in kind], gradient_norms([part for _, part, _ in kind]), [n for _, _, n in kind])
+        _joined(Measured([i for i, _, _ in kind], gradient_norms([p for _, p, _ in kind]), [n for _, _, n in kind]))
         for kind in by_kind.values()
     ]
 
@@ -857,6 +921,18 @@ def _measured(gradients: Iterable[tuple[int, Tensor]]) -> list[Measured]:
 def _means(sums: Tensor, counts: Tensor) -> Tensor:
     """Means; NaN where there was nothing to sum."""
     return sums / counts
+
+
+def _joined(measured: Measured) -> Measured:
+    """One norm for each unit: where it listens to several gradients, that of all of them together."""
+    units = list(dict.fromkeys(measured.indices))
+    if len(units) == len(measured.indices):
+        return measured
+    at = torch.tensor([units.index(index) for index in measured.indices], device=measured.norms.device)
+    shards = torch.tensor(measured.shards, device=measured.norms.device)  # a part of n counts n times: see distributed
+    squares = measured.norms.double().square() * shards
+    joined = squares.new_zeros(len(units)).index_add_(0, at, squares).sqrt()
+    return Measured(units, joined, [1] * len(units))
 
 
 def _comparable(value: Any) -> str:

@@ -149,5 +149,16 @@ def to_json(value: Mapping[str, Any], indent: int | None) -> str:
 
 
 def recipe_data(recipe: Recipe) -> dict[str, Any]:
-    """A recipe for JSON: its name and the specs of both formats."""
-    return {"name": recipe.name, "low": str(recipe.low), "high": str(recipe.high)}
+    """A recipe for JSON: its name, the specs of both formats, and those of its GEMMs or of frozen weights."""
+    data: dict[str, Any] = {"name": recipe.name, "low": str(recipe.low), "high": str(recipe.high)}
+    if recipe.gemm is not None:
+        paths = {gemm: getattr(recipe.gemm, gemm) for gemm in ("output", "grad_input", "grad_weight")}
+        data["gemm"] = {gemm: {"low": str(pair.low), "high": str(pair.high)} for gemm, pair in paths.items()}
+        data["gemm"] |= {"backend": recipe.gemm.backend, "evaluate": recipe.gemm.evaluate}
+    if recipe.frozen is not None:
+        data["frozen"] = {
+            "low": recipe.frozen.spec,
+            "residual": recipe.frozen.residual,
+            "evaluate": recipe.frozen.evaluate,
+        }
+    return data
