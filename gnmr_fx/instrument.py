@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from gnmr_fx import grouped
-from gnmr_fx.config import GnmrConfig, check_budget, resolve_budget
+from gnmr_fx.config import GnmrConfig, check_max_active
 from gnmr_fx.errors import (
     AlreadyInstrumentedError,
     ConfigError,
@@ -229,10 +229,7 @@ def instrument(
             "says how weights are stored and no saved activation, so there is nothing to store for scope 'all'"
         )
     settings = config or GnmrConfig()
-    if settings.budget_unit == "units":
-        resolve_budget(max_active, 1)
-    else:
-        check_budget(max_active, settings.budget_unit)
+    check_max_active(max_active, settings)
     _check_fit(chosen, settings)
     selection = Selection(_patterns("include", include), _patterns("exclude", exclude))
     plan = pipeline.run(Plan(target, chosen, selection, example_inputs, marks_heads=everything is not None))

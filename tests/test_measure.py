@@ -360,3 +360,30 @@ def test_ranks_share_errors_and_costs_in_their_one_collective() -> None:
     assert [e is None for e in errors] == [False, True] * 2
     assert all(0 < value < 1 for row in errors if row is not None for value in row)
     assert costs[0] == [32 * (256 + 8), 32 * (64 + 4)], "the mean over the ranks"
+
+
+# Logs -----------------------------------------------------------------------------------------------------------------
+
+
+def test_metrics_and_logs_know_other_budgets_and_automatic_thresholds(tmp_path: Any) -> None:
+    from gnmr_fx.integrations import jsonl
+    from gnmr_fx.integrations.metrics import step_metrics
+    from gnmr_fx.integrations.setup import Setup
+
+    config = gnmr_fx.GnmrConfig(signal="error", signal_every=1, warmup_steps=0, budget_unit="bytes")
+    Setup("saved-int2-int8", max_active=2000, config=config)
+    with pytest.raises(gnmr_fx.BudgetError, match="expected a number of bytes"):
+        Setup(max_active=-1, config=config)
+    model = gnmr_fx.instrument(Widths(), "saved-int2-int8", max_active=2000, config=config)
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+    with jsonl.JsonlLogger(tmp_path / "log.jsonl", model) as log:
+        for _ in range(6):
+            model(torch.randn(16, 256)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            log.log()
+    metrics = step_metrics(gnmr_fx.controller(model))
+    active = gnmr_fx.controller(model).active
+    assert active == ["narrow"]
+    assert (metrics["budget"], metrics["budget_use"]) == (2000, 1088 / 2000)
+    assert str(jsonl.read_log(tmp_path / "log.jsonl").report()) == str(gnmr_fx.report(model))

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from gnmr_fx.controller import capacity
 from gnmr_fx.instrument import ModelController, controller
 from gnmr_fx.operator_rows import unit_rows
 
@@ -49,8 +50,9 @@ def step_metrics(installed: ModelController, kept: KeptBytes | None = None) -> d
         kept: bytes that are known already; :func:`kept_bytes` if not given.
 
     Returns:
-        A flat dictionary. Always there: ``active_units`` (units on the recovery path now), ``budget`` (units) and
-        ``budget_use`` (their quotient; 0 for a budget of 0). After a pass in training mode: ``bytes_saved`` (what the
+        A flat dictionary. Always there: ``active_units`` (units on the recovery path now), ``budget`` (units; for a
+        budget in bytes or operations a number of these, as far as costs are known) and ``budget_use`` (the share of it
+        that the active units take; 0 for a budget of 0). After a pass in training mode: ``bytes_saved`` (what the
         low-cost path keeps less than PyTorch does) and ``bytes_recovered`` (what the active units keep in addition).
         After a step: ``over_threshold``, ``refused`` (units in this step), ``over_threshold_share`` (share of all
         unit-steps so far); and, unless no unit had a gradient, ``highest_gnmr`` and ``highest_delta_gnmr``
@@ -58,11 +60,11 @@ def step_metrics(installed: ModelController, kept: KeptBytes | None = None) -> d
         ``highest_delta_gnmr_unit``.
     """
     active = installed.flags.tolist()
-    budget = min(installed.max_active, len(installed.units))
+    budget, used = _budget(installed, active)
     found: dict[str, float | int | str] = {
         "active_units": sum(active),
         "budget": budget,
-        "budget_use": sum(active) / budget if budget else 0.0,
+        "budget_use": used / budget if budget else 0.0,
     }
     kept = kept_bytes(installed) if kept is None else kept
     if kept is not None:
@@ -81,6 +83,15 @@ def step_metrics(installed: ModelController, kept: KeptBytes | None = None) -> d
             found[name] = float(ratios[index])
             found[f"{name}_unit"] = installed.units[index].name
     return found
+
+
+def _budget(installed: ModelController, active: list[bool]) -> tuple[float, float]:
+    """The budget, and what the active units take of it."""
+    if installed.config.budget_unit == "units":
+        return min(int(installed.max_active), len(active)), sum(active)
+    costs = torch.tensor(installed.costs(), dtype=torch.float64)
+    known = costs.masked_fill(costs < 0, 0.0)
+    return capacity(installed.max_active, known), float(known[torch.tensor(active)].sum())
 
 
 def _highest(ratios: Tensor, missing: Tensor) -> int:
