@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from gnmr_fx import grouped
-from gnmr_fx.config import GnmrConfig, check_budget, resolve_budget
+from gnmr_fx.config import GnmrConfig, check_max_active
 from gnmr_fx.errors import (
     AlreadyInstrumentedError,
     ConfigError,
@@ -229,15 +229,32 @@ def instrument(
             "says how weights are stored and no saved activation, so there is nothing to store for scope 'all'"
         )
     settings = config or GnmrConfig()
-    if settings.budget_unit == "units":
-        resolve_budget(max_active, 1)
-    else:
-        check_budget(max_active, settings.budget_unit)
+    check_max_active(max_active, settings)
+    _check_fit(chosen, settings)
     selection = Selection(_patterns("include", include), _patterns("exclude", exclude))
     plan = pipeline.run(Plan(target, chosen, selection, example_inputs, marks_heads=everything is not None))
     check_gemms(target, plan, everything)
     install(target, plan, settings, max_active, everything)
     return model
+
+
+def _check_fit(recipe: Recipe, config: GnmrConfig) -> None:
+    """Refuse settings that would have no effect under a recipe."""
+    if recipe.frozen is not None and config.measures_errors:
+        raise RecipeError(
+            f"signal: expected 'gnmr' with a recipe for frozen weights, found {config.signal!r} with {recipe}; the "
+            "error of a frozen weight is the same in every step"
+        )
+    if recipe.frozen is not None and config.budget_unit == "flops":
+        raise RecipeError(
+            f"budget_unit: expected 'units' or 'bytes' with a recipe for frozen weights, found 'flops' with {recipe}; "
+            "both paths make the same GEMMs"
+        )
+    if recipe.frozen is None and recipe.low == recipe.high and config.budget_unit == "bytes":
+        raise RecipeError(
+            f"budget_unit: expected 'units' or 'flops' with a recipe that stores the same on both paths, found 'bytes' "
+            f"with {recipe}; recovery takes no bytes, so such a budget would be no limit"
+        )
 
 
 def install(

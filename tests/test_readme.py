@@ -56,10 +56,25 @@ def test_snippets_of_the_docs_run(page: str, tmp_path: Path, monkeypatch: pytest
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
     ids = torch.randint(0, 64, (2, 8))
-    data = [{"input_ids": ids, "labels": ids}] * 2
-    scope: dict[str, Any] = {"gnmr_fx": gnmr_fx, "model": llama().model.train(), "data": data}
-    for snippet in blocks(ROOT / "docs" / page):
+    model, data = llama().model.train(), [{"input_ids": ids, "labels": ids}] * 2
+    scope: dict[str, Any] = {
+        "gnmr_fx": gnmr_fx,
+        "model": model,
+        "step_model": model,
+        "optimizer": torch.optim.SGD(model.parameters(), 0.1),
+        "batch": data[0],
+        "batches": data,
+        "data": data,
+    }
+    for at, snippet in enumerate(blocks(ROOT / "docs" / page)):
+        if at and "gnmr_fx.instrument(" in snippet and "uninstrument(" not in snippet:
+            gnmr_fx.uninstrument(model)
         exec(snippet, scope)
+    if page == "saved-activations.md":
+        assert gnmr_fx.table(model).scope == gnmr_fx.AllSaved()
+    if page == "signals.md":
+        assert scope["found"].units
+        assert (tmp_path / "audit.png").exists()
 
 
 def test_links_of_the_docs_lead_somewhere() -> None:

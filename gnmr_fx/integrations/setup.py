@@ -9,7 +9,7 @@ from typing import Any, Literal, Protocol, get_args
 
 from torch import nn
 
-from gnmr_fx.config import GnmrConfig, resolve_budget
+from gnmr_fx.config import GnmrConfig, check_max_active
 from gnmr_fx.errors import AlreadyInstrumentedError, ConfigError, MissingStateError
 from gnmr_fx.instrument import CONTROLLER, ModelController, instrument, unwrap
 from gnmr_fx.recipe import DEFAULT_RECIPE, Recipe, get_recipe
@@ -39,9 +39,9 @@ class Setup:
     def __post_init__(self) -> None:
         get_recipe(self.recipe)
         get_scope(self.scope)
-        resolve_budget(self.max_active, 1)
         if self.config is not None and not isinstance(self.config, GnmrConfig):
             raise ConfigError(f"config: expected a GnmrConfig or None, found {self.config!r}")
+        check_max_active(self.max_active, self.config or GnmrConfig())
 
     def apply(self, model: nn.Module) -> tuple[nn.Module, bool]:
         """Instrument ``model``, unless it or a part of it is instrumented already, which is then used as it is.
