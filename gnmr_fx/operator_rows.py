@@ -24,7 +24,7 @@ from gnmr_fx.units import Observation, Unit
 @dataclass(frozen=True)
 class UnitRow:
     """One recoverable unit. Bytes are per forward-backward pass; None before the first one. Under a recipe for frozen
-    weights they are those of the weight on its device, instead: as it was, in the low-cost format, and what recovery adds.
+    weights they are those of the weight on its device: as it was, in the low-cost format, and what recovery adds.
 
     Attributes:
         index: of the unit's guard.
