@@ -245,7 +245,7 @@ def tune(model: nn.Module, policy: Policy, texts: Sequence[Text], settings: Sett
     found = []
     for step in range(settings.steps):
         if controller and policy.redraw and step % policy.redraw == 0:
-            controller.force(draw.sample(names, min(controller.max_active, len(names))))
+            controller.force(draw.sample(names, min(int(controller.max_active), len(names))))
         found.append(next(losses))
     next(losses, None)  # ends its progress bar
     recovered, device_bytes, stored = 0, frozen_bytes(model), math.nan

@@ -5,10 +5,12 @@ model = torch.compile(model)
 print(gnmr_fx.table(model))
 """
 
+from gnmr_fx.audit import Audit, audit
 from gnmr_fx.config import GnmrConfig
 from gnmr_fx.errors import (
     AdapterError,
     AlreadyInstrumentedError,
+    AuditError,
     BudgetError,
     ConfigError,
     DoubleBackwardError,
@@ -18,12 +20,16 @@ from gnmr_fx.errors import (
     GnmrWarning,
     InvariantError,
     LazyParameterError,
+    LogError,
     MissingDependencyError,
+    MissingStateError,
+    NativeKernelError,
     NoRecoverableOperatorError,
     NotInstrumentedError,
     PatternError,
     QuantizedWeightError,
     RankMismatchError,
+    RecipeError,
     StateMismatchError,
     UnknownRecipeError,
     UnknownUnitError,
@@ -33,7 +39,7 @@ from gnmr_fx.errors import (
 )
 from gnmr_fx.instrument import controller, instrument, uninstrument
 from gnmr_fx.operator_table import Table, table
-from gnmr_fx.recipe import RECIPES, Format, FrozenRecipe, Recipe
+from gnmr_fx.recipe import RECIPES, Format, FrozenRecipe, GemmPaths, GemmRecipe, Operands, Recipe, dsv3, dynamic_gemm
 from gnmr_fx.report import Report, report
 from gnmr_fx.scope import AllSaved
 
@@ -44,6 +50,8 @@ __all__ = [
     "AdapterError",
     "AllSaved",
     "AlreadyInstrumentedError",
+    "Audit",
+    "AuditError",
     "BudgetError",
     "ConfigError",
     "DoubleBackwardError",
@@ -51,18 +59,25 @@ __all__ = [
     "FormatError",
     "FrozenRecipe",
     "FrozenWeightError",
+    "GemmPaths",
+    "GemmRecipe",
     "GnmrConfig",
     "GnmrError",
     "GnmrWarning",
     "InvariantError",
     "LazyParameterError",
+    "LogError",
     "MissingDependencyError",
+    "MissingStateError",
+    "NativeKernelError",
     "NoRecoverableOperatorError",
     "NotInstrumentedError",
+    "Operands",
     "PatternError",
     "QuantizedWeightError",
     "RankMismatchError",
     "Recipe",
+    "RecipeError",
     "Report",
     "StateMismatchError",
     "Table",
@@ -71,7 +86,10 @@ __all__ = [
     "UnsupportedBackendError",
     "UnsupportedInputError",
     "UnsupportedTransformError",
+    "audit",
     "controller",
+    "dsv3",
+    "dynamic_gemm",
     "instrument",
     "report",
     "table",

@@ -42,7 +42,7 @@ _library.define(
 )
 
 
-# ``mode``: "train" and "no_grad" take the guard's path, and a gradient may come or not; "high" and "low" that path.
+# ``mode``: "train" and "no_grad" take the path of the guard, with a gradient to come or not; "high" and "low" that one.
 def _frozen(
     x: Tensor,
     payload: Tensor,

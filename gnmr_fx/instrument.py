@@ -11,19 +11,26 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import nn
 
-from gnmr_fx.config import GnmrConfig, resolve_budget
-from gnmr_fx.errors import AlreadyInstrumentedError, ConfigError, NotInstrumentedError, PatternError
+from gnmr_fx import grouped
+from gnmr_fx.config import GnmrConfig, check_budget, resolve_budget
+from gnmr_fx.errors import (
+    AlreadyInstrumentedError,
+    ConfigError,
+    NotInstrumentedError,
+    PatternError,
+    RecipeError,
+)
 from gnmr_fx.frozen import FrozenWeight
+from gnmr_fx.gemm import check_native
 from gnmr_fx.passes import pipeline
-from gnmr_fx.passes.find import OUTPUT_HEAD
 from gnmr_fx.passes.freeze import holders_of
 from gnmr_fx.passes.plan import Forward, Plan, Selection
 from gnmr_fx.passes.rewrite import ORIGINAL_FORWARD, compile_forward
 from gnmr_fx.recipe import FrozenRecipe, Recipe, get_recipe
 from gnmr_fx.runtime import Controller, Site
-from gnmr_fx.saved import MarkHead, Saver
+from gnmr_fx.saved import Saver
 from gnmr_fx.scope import AllSaved, get_scope
-from gnmr_fx.units import HANDLE_PREFIX, LeftAlone, Unit
+from gnmr_fx.units import HANDLE_PREFIX, LeftAlone, Marker, Unit, observers
 
 CONTROLLER = f"{HANDLE_PREFIX}controller"
 SAVER = f"{HANDLE_PREFIX}saver"
@@ -43,11 +50,15 @@ class InstalledForward:
         """Put it on the module instance; the class is untouched."""
         if self.replaced is not None:
             object.__setattr__(self.module, ORIGINAL_FORWARD, self.replaced)
+        for attribute in self.forward.heads:
+            object.__setattr__(self.module, attribute, Marker.LOSS_HEAD)
         function = compile_forward(self.forward, type(self.module).forward)
         object.__setattr__(self.module, "forward", types.MethodType(function, self.module))
 
     def remove(self) -> None:
         """Undo :meth:`install`."""
+        for attribute in self.forward.heads:
+            self.module.__dict__.pop(attribute, None)
         self.module.__dict__.pop("forward", None)
         self.module.__dict__.pop(ORIGINAL_FORWARD, None)
         if self.replaced is not None:
@@ -56,21 +67,19 @@ class InstalledForward:
 
 @dataclass
 class RootForward:
-    """The forward of the whole model, run under its saver in eager mode; and the marks on output heads.
+    """The forward of the whole model, run under its saver in eager mode.
 
     Installed after all other generated forwards, and removed before them.
 
     Attributes:
         module: the model.
         saver: its saver.
-        heads: its output heads.
         is_site: whether the model's own forward is a generated one, which runs inside this.
         replaced: else, what was in its place on the instance (None = nothing).
     """
 
     module: nn.Module
     saver: Saver
-    heads: tuple[nn.Module, ...]
     is_site: bool
     replaced: Any
 
@@ -92,9 +101,6 @@ class RootForward:
         function = compile_forward(Forward("", source, names, {}, "root"), type(module).forward)
         object.__setattr__(module, SAVER, self.saver)
         object.__setattr__(module, "forward", types.MethodType(function, module))
-        self._unmark()
-        for head in self.heads:
-            head.register_forward_hook(MarkHead())
 
     def remove(self) -> None:
         """Undo :meth:`install`."""
@@ -105,12 +111,6 @@ class RootForward:
             attributes.pop(ORIGINAL_FORWARD, None)
             if self.replaced is not None:
                 object.__setattr__(self.module, "forward", self.replaced)
-        self._unmark()
-
-    def _unmark(self) -> None:
-        for head in self.heads:
-            for key in [key for key, hook in head._forward_hooks.items() if isinstance(hook, MarkHead)]:
-                del head._forward_hooks[key]
 
 
 class FrozenParameter(NamedTuple):
@@ -157,8 +157,15 @@ class ModelController(Controller):
     capture_note: str
     root: RootForward | None = None
 
+    @property
+    def has_experts(self) -> bool:
+        """Whether a unit's weight is one that a grouped GEMM takes: a matrix for each expert."""
+        return any(len(unit.spec.shape) == 3 for unit in self.units)
+
     def reinstall(self) -> None:
         """Put the generated forwards in place."""
+        if self.has_experts:
+            grouped.show()
         for installed in self.forwards:
             installed.install()
         if self.root is not None:
@@ -187,17 +194,20 @@ def instrument(
 
     Projections (``F.linear``, ``addmm``, ``matmul``, ``einsum``, grouped GEMM against a parameter) keep the activation
     they need for the backward in the low-cost format of ``recipe``, or, for at most ``max_active`` of them at a time,
-    in its recovery format. Outputs do not change at all. Parameters, ``state_dict()``, class and training loop stay as
-    they are, and so does everything in ``eval()`` and under ``no_grad``.
+    in its recovery format. Outputs do not change at all, unless the recipe says how GEMMs are computed
+    (``Recipe.gemm``): then outputs and gradients are those of the path in force, and in ``eval()`` those of the
+    recovery path. Parameters, ``state_dict()``, class and training loop stay as they are; with the other recipes, so
+    does everything in ``eval()`` and under ``no_grad``.
 
     Args:
         model: any module. Compile it, wrap it (DDP), move it before or after.
         recipe: a name in :data:`gnmr_fx.RECIPES`, or a :class:`gnmr_fx.Recipe`.
-        max_active: the budget: a number of units (int, at least 0), or a share of them (float in (0, 1]).
+        max_active: the budget: a number of units (int, at least 0), or a share of them (float in (0, 1]). With
+            ``config.budget_unit`` of ``"bytes"`` or ``"flops"`` a number of these, or a share of what all units cost.
         scope: ``"projections"``: what projections read is stored in another format. ``"all"``: whatever autograd keeps
             is, each tensor under the guard of the unit it belongs to; under torch.compile this needs its Inductor
             backend. :class:`gnmr_fx.AllSaved` is ``"all"`` with options.
-        config: thresholds, window, lock and warm-up of the controller.
+        config: signal, thresholds, window, lock, warm-up and kind of budget of the controller.
         include: globs on module paths: only units they match, the output head among them if they match it. By default
             all units but the output head.
         exclude: globs on module paths: not these.
@@ -206,7 +216,7 @@ def instrument(
 
     Raises:
         AlreadyInstrumentedError, NoRecoverableOperatorError, LazyParameterError, PatternError, UnknownRecipeError,
-        BudgetError, ConfigError: see each; the model is then as it was.
+        BudgetError, ConfigError, NativeKernelError, RecipeError: see each; the model is then as it was.
     """
     target = unwrap(model)
     _refuse_instrumented(target)
@@ -214,14 +224,19 @@ def instrument(
     if config is not None and not isinstance(config, GnmrConfig):
         raise ConfigError(f"config: expected a GnmrConfig or None, found {config!r}. Build one with GnmrConfig(...).")
     if chosen.frozen is not None and everything is not None:
-        raise ConfigError(
+        raise RecipeError(
             f"scope: expected 'projections' with a recipe for frozen weights, found 'all' with {chosen}; such a recipe "
             "says how weights are stored and no saved activation, so there is nothing to store for scope 'all'"
         )
-    resolve_budget(max_active, 1)
+    settings = config or GnmrConfig()
+    if settings.budget_unit == "units":
+        resolve_budget(max_active, 1)
+    else:
+        check_budget(max_active, settings.budget_unit)
     selection = Selection(_patterns("include", include), _patterns("exclude", exclude))
-    plan = pipeline.run(Plan(target, chosen, selection, example_inputs))
-    install(target, plan, config or GnmrConfig(), max_active, everything)
+    plan = pipeline.run(Plan(target, chosen, selection, example_inputs, marks_heads=everything is not None))
+    check_gemms(target, plan, everything)
+    install(target, plan, settings, max_active, everything)
     return model
 
 
@@ -247,11 +262,10 @@ def install(
         module = model.get_submodule(forward.site)
         controller.sites += [Site(module, name, index_of[unit]) for name, unit in forward.handles.items()]
         controller.forwards.append(InstalledForward(module, forward.without_graph(), module.__dict__.get("forward")))
-    heads = (model.get_submodule(item.name) for item in plan.left_alone if item.reason == OUTPUT_HEAD)
     if controller.saver is not None:
         is_site = any(not forward.site for forward in plan.forwards)
         replaced = None if is_site else model.__dict__.get("forward")
-        controller.root = RootForward(model, controller.saver, tuple(heads), is_site, replaced)
+        controller.root = RootForward(model, controller.saver, is_site, replaced)
     if plan.recipe.frozen is not None:
         controller.trained = model
     controller.frozen = []
@@ -290,6 +304,8 @@ def remove(model: nn.Module, installed: ModelController) -> None:
     installed.disconnect()
     for frozen in installed.frozen:
         frozen.restore()
+    if not any(getattr(other, "has_experts", False) for other in observers()):
+        grouped.hide()
     model.__dict__.pop(CONTROLLER, None)
 
 
@@ -324,6 +340,21 @@ def unwrap(model: nn.Module) -> nn.Module:
         if inner is None:
             return model
         model = inner
+
+
+def check_gemms(model: nn.Module, plan: Plan, scope: AllSaved | None) -> None:
+    """Refuse what a recipe for GEMMs cannot do."""
+    if plan.recipe.gemm is None:
+        return
+    if scope is not None:
+        raise RecipeError(
+            f"expected scope='projections' with recipe {plan.recipe.name or plan.recipe}, which says how GEMMs are "
+            "computed, found scope='all'; choose a recipe that only stores activations (saved-*) for scope='all'"
+        )
+    for unit in plan.units:
+        device = model.get_submodule(unit.owner).get_parameter(unit.parameter).device
+        if device.type != "meta":
+            check_native(plan.recipe.gemm, device)
 
 
 def _refuse_instrumented(model: nn.Module) -> None:

@@ -39,8 +39,9 @@ class UnitRow:
             each, taken as a matrix. ``role`` says what it is to the unit: its ``"input"``, its ``"output"``, ...
         bytes_full: what PyTorch keeps: the activation in its own dtype. 0 for what ``stored_with`` counts.
         bytes_low: what the low-cost path keeps. 0 for what ``stored_with`` counts.
-        bytes_high: what the recovery path keeps; the unit's own, as under torch.compile. (In eager mode, units that
-            share their input share this too, and it replaces the low-cost one instead of joining it.)
+        bytes_high: what the recovery path keeps; the unit's own, as under torch.compile; 0 where both paths have
+            one format. (In eager mode, units that share their input share this too, and it replaces the low-cost one
+            instead of joining it.)
         bytes_host: what is kept in host memory: the exact values of a weight that is stored in another format.
         signal: what its norm is the norm of: the gradient of its ``"weight"``, those of its ``"adapters"``, or that of
             its ``"output"``.
@@ -50,6 +51,9 @@ class UnitRow:
         steps_recovered: in how many steps it was there.
         seen: whether it ever ran in training mode.
         notes: what else there is to know.
+        backends: where the recipe says how GEMMs are computed, for the output, the input and the weight gradient what
+            computes them on the low-cost and on the recovery path: ``"native"``, ``"emulated"`` or ``"full"``;
+            empty before the unit has run.
     """
 
     index: int
@@ -73,6 +77,7 @@ class UnitRow:
     steps_recovered: int
     seen: bool
     notes: tuple[str, ...]
+    backends: tuple[tuple[str, str], ...] = ()
 
 
 def unit_rows(installed: ModelController) -> tuple[UnitRow, ...]:
@@ -123,6 +128,7 @@ def unit_rows(installed: ModelController) -> tuple[UnitRow, ...]:
                 steps_recovered=installed.steps_recovered(unit.index),
                 seen=unit.observation.seen,
                 notes=tuple(_notes(unit, installed.scope)),
+                backends=unit.observation.backends,
             )
         )
     return tuple(rows)

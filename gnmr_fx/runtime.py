@@ -21,6 +21,8 @@ step, as a risk and not as an entry of a history.
 from __future__ import annotations
 
 import collections
+import contextlib
+import copy
 import math
 import statistics
 import time
@@ -37,17 +39,20 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from gnmr_fx import distributed
 from gnmr_fx.config import GnmrConfig
-from gnmr_fx.controller import MISSING, Decision, init, state_from_dict, state_to_dict, update
+from gnmr_fx.controller import MISSING, Decision, check_costs, init, state_from_dict, state_to_dict, update
+from gnmr_fx.costs import cost_of
 from gnmr_fx.errors import GnmrWarning, RankMismatchError, StateMismatchError, UnknownUnitError
 from gnmr_fx.frozen import FrozenWeight
+from gnmr_fx.gemm import Spec
 from gnmr_fx.gradients import Listener, OptimizerHook, WeightHooks, active_grad_scale, gradient_norms, in_backward
+from gnmr_fx.measure import Probe
 from gnmr_fx.ops import remove_partitioner
 from gnmr_fx.recipe import Recipe
 from gnmr_fx.saved import Saver
 from gnmr_fx.scope import AllSaved
 from gnmr_fx.units import Handle, Memo, Unit, observers, register_observer, unregister_observer
 
-STATE_VERSION = 2
+STATE_VERSION = 3
 _FOREIGN_STEPS_BEFORE_WARNING = 3
 FORWARDS_BEFORE_WARNING = 1000
 """Forwards in training mode without a step of the controller after which it warns. Accumulating gradients over as many
@@ -62,7 +67,9 @@ class Event(NamedTuple):
     (-1 where there was none), ratios are dimensionless, ``lock`` is in steps. ``changed`` says that the guard went the
     other way; ``forced``, that it was pinned by hand; ``first_non_finite``, that of the units whose norm is not finite
     in this step this one went so first: in the earliest backward, and there in the order of the backward, which is the
-    reverse of that in which the forward ran them. (In a distributed run, as this rank saw it.)
+    reverse of that in which the forward ran them. (In a distributed run, as this rank saw it.) ``alpha`` and ``beta``
+    are the thresholds in force. Under another signal than the default one its level and change stand in the place of
+    ``gnmr`` and ``delta_gnmr``.
     """
 
     step: int
@@ -77,6 +84,22 @@ class Event(NamedTuple):
     changed: bool
     forced: bool
     first_non_finite: bool = False
+    alpha: float = math.inf
+    beta: float = math.inf
+
+
+class Heard(NamedTuple):
+    """What one step's decision rests on, float64 on the host, the same on all ranks; a negative value = none.
+
+    Attributes:
+        norms: gradient norm of each unit, [units].
+        errors: relative errors measured in this step, [units]; None where none were.
+        costs: of each unit on the recovery path, [units]; None for a budget in units.
+    """
+
+    norms: Tensor
+    errors: Tensor | None = None
+    costs: Tensor | None = None
 
 
 class Site(NamedTuple):
@@ -140,6 +163,7 @@ class Controller:
         events: records of risky and changed units, oldest first, at most ``config.max_events``.
         decision: the last :class:`gnmr_fx.controller.Decision`; None before the first step.
         scope: options of scope "all"; None where only what projections read is stored.
+        probe: measures quantization errors, where the signal needs them.
         left_in_graph: for each compiled graph, by the indices of its units: what it keeps as it is, as JSON.
         trained: the model, whose optimizers are all listened to; None where units' weights tell which ones matter.
     """
@@ -168,6 +192,8 @@ class Controller:
         self.events: collections.deque[Event] = collections.deque(maxlen=config.max_events)
         self.decision: Decision | None = None
         self._state = init(len(self.units), config, max_active)
+        self.probe = Probe(len(self.units))
+        self._aim_probe()
         self._chosen = torch.zeros_like(self.flags)  # the guards as decided, whether they are pinned by hand or not
         self._forced: Tensor | None = None
         self._counts: dict[str, int] = dict.fromkeys(
@@ -177,6 +203,7 @@ class Controller:
         self._steps_recovered = torch.zeros(len(self.units), dtype=torch.int64)
         self._seconds = 0.0
         self._optimizer_hooks: list[Any]
+        self._costs_checked: bool
         self._order = [0] * len(self.units)
         self._clock = 0
         self._reset_step()
@@ -185,8 +212,9 @@ class Controller:
     # What users read and call ----------------------------------------------------------------------------------------
 
     @property
-    def max_active(self) -> int:
-        """The budget: the most units on the recovery path in any step."""
+    def max_active(self) -> int | float:
+        """The budget: the most units on the recovery path in any step, or the most that these may cost in
+        ``config.budget_unit``: a number, or a share (float) of what all units cost."""
         return self._state.max_active
 
     @property
@@ -203,7 +231,8 @@ class Controller:
     def stats(self) -> dict[str, Any]:
         """Counts since the start: ``steps``, ``unit_steps``, ``risky`` / ``recovered`` / ``refused`` unit-steps,
         ``switches`` (guards that changed), ``most_active`` (most units at once), ``full`` (steps with the whole budget
-        in use), ``non_finite`` unit-steps, ``events``, ``events_dropped``, and ``seconds`` spent in the controller."""
+        in use; for one that does not count units, in which it refused a unit), ``non_finite`` unit-steps,
+        ``events``, ``events_dropped``, and ``seconds`` spent in the controller."""
         counts = self._counts
         return {
             "steps": self.step_count,
@@ -238,6 +267,7 @@ class Controller:
 
         Raises:
             RankMismatchError: where ranks that train the same units disagree on what they run.
+            BudgetError: where a budget in bytes or operations turns out to be too small for any unit.
         """
         decision = self._tick(grad_scale, by_hand=True)
         assert decision is not None
@@ -248,20 +278,56 @@ class Controller:
         start = time.perf_counter()
         self._attach_hooks()
         groups = self._company()
-        norms = self._norms(grad_scale, groups)
+        heard = self._heard(grad_scale, groups)
+        norms = heard.norms
         if groups and not by_hand and bool((norms == MISSING).all()):
             return None
         first = self._first_non_finite(norms)
-        self._state, decision = update(self._state, norms, self.config)
+        if heard.costs is not None and not self._costs_checked:
+            check_costs(self.max_active, heard.costs, self.config.budget_unit)
+            self._costs_checked = bool((heard.costs > 0).any())
+        self._state, decision = update(
+            self._state, norms, self.config, errors=heard.errors, costs=heard.costs, recovered=self.flags
+        )
         self._count(decision, norms)
         self._chosen = decision.active
         self._apply(self._chosen if self._forced is None else self._forced, decision, norms, first)
         self.decision = decision
         self.seed.add_(1)
         self.memo.clear()
+        self._aim_probe()
         self._reset_step()
         self._seconds += time.perf_counter() - start
         return decision
+
+    def costs(self) -> list[float]:
+        """What each unit costs on the recovery path, on this rank and by its last pass, in ``config.budget_unit``
+        (bytes where that is units); negative where that is not known."""
+        low, high, unit = self.recipe.low, self.recipe.high, self.config.budget_unit
+        return [cost_of(u, low, high, "bytes" if unit == "units" else unit) for u in self.units]
+
+    @contextlib.contextmanager
+    def undisturbed(self) -> Iterator[None]:
+        """Forwards and gradients inside leave no trace here, and guards may be set at will: for measurements."""
+        flags, seed = self.flags.clone(), int(self.seed)
+        names = ("_round", "_seconds", "_clock", "_order", "_heard_since_foreign_step", "_warned_idle", "_last_group")
+        kept = {name: copy.copy(self.__dict__[name]) for name in names}
+        graphs, observations = dict(self.left_in_graph), [copy.copy(unit.observation) for unit in self.units]
+        probe, self.probe = self.probe, Probe(len(self.units))
+        for unit in self.units:
+            unit.observation.calls, unit.observation.last = {}, dict(unit.observation.last)
+        self._reset_step()
+        self.memo.clear()
+        try:
+            yield
+        finally:
+            self.flags.copy_(flags)
+            self.seed.fill_(seed)
+            self.__dict__.update(kept)
+            self.left_in_graph, self.probe = graphs, probe
+            for unit, observation in zip(self.units, observations, strict=True):
+                unit.observation.__dict__.update(observation.__dict__)
+            self.memo.clear()
 
     def force(self, which: Literal["high", "low"] | Iterable[str] | None) -> None:
         """Pin the guards, budget or not, for debugging and reference runs; ``None`` gives them back to the controller.
@@ -351,6 +417,7 @@ class Controller:
         )
         loaded = state_from_dict(state["rules"], self.config, self.max_active, len(names))
         self._state = loaded
+        self._aim_probe()
         self.seed.fill_(state["seed"])
         self._counts = dict(state["counts"])
         self._seconds = float(state["seconds"])
@@ -371,19 +438,13 @@ class Controller:
 
     def handle(self, index: int) -> Handle:
         """A new handle of unit ``index``, connected to its guard."""
-        fmts = (self.recipe.low, self.recipe.high)
-        seed = self.seed if any(fmt.is_stochastic for fmt in fmts) else None
-        low, high = map(str, fmts)
+        recipe = self.recipe
+        seed = self.seed if recipe.is_stochastic else None
+        low, high = str(recipe.low), str(recipe.high)
+        gemms = None if recipe.gemm is None else (Spec.of(recipe.gemm), Spec.of_eval(recipe.gemm))
+        observation = self.units[index].observation
         return Handle(
-            self.flags[index],
-            seed,
-            low,
-            high,
-            self.memo,
-            self.units[index].observation,
-            self.scope,
-            self.saver,
-            self.recipe.frozen,
+            self.flags[index], seed, low, high, self.memo, observation, self.scope, self.saver, gemms, recipe.frozen
         )
 
     def connect(self) -> None:
@@ -422,6 +483,7 @@ class Controller:
         self._last_group: distributed.ProcessGroup | None = None
         self._groups: tuple[Any, tuple[distributed.ProcessGroup, ...]] = (None, ())
         self._agreed: tuple[distributed.ProcessGroup, ...] = ()
+        self._costs_checked = False
         self._foreign_steps = 0
         self._heard_since_foreign_step = False
         self._warned_foreign = False
@@ -495,6 +557,11 @@ class Controller:
     def _attach_hook(self, index: int, weight: Tensor, weights: int = 1) -> None:
         if weight.requires_grad and weight.is_leaf:
             self._hooks.attach(index, weight, weakref.ref(self), weights)
+
+    def _aim_probe(self) -> None:
+        """Measure errors in the step to come, if it is time to."""
+        measurements, rest = divmod(self.step_count, self.config.signal_every)
+        self.probe.reset(self.config.measures_errors and rest == 0, offset=measurements)
 
     def _reset_step(self) -> None:
         self._round = Round([0] * len(self.units))
@@ -578,8 +645,8 @@ class Controller:
             )
             bad[indices] = torch.where((bad[indices] == 0) & ~norms.isfinite(), now.backwards, bad[indices])
 
-    def _norms(self, grad_scale: float, groups: tuple[distributed.ProcessGroup, ...]) -> Tensor:
-        """Norms [units], float64 on the host; ``MISSING`` where there is no gradient. The same on all ranks."""
+    def _heard(self, grad_scale: float, groups: tuple[distributed.ProcessGroup, ...]) -> Heard:
+        """What the decision rests on: norms are ``MISSING`` where there is no gradient."""
         now, count = self._round, len(self.units)
         device = torch.device("cpu")
         if groups:
@@ -587,8 +654,10 @@ class Controller:
             device = distributed.device_for(groups, next(iter(weights), self.flags).device)
             self._agree(groups, device)
         # Rows: norms (squared, to be summed over ranks and adapters), how many ranks have one, how many have seen the
-        # unit run. The last column tells whether all ranks are in the same state.
-        table = torch.zeros(3, count + 1, dtype=torch.float64, device=device)
+        # unit run; if they matter, squared errors and how many there are, costs and how many ranks know one. The last
+        # column tells whether all ranks are in the same state.
+        measuring, priced = self.probe.is_open, self.config.budget_unit != "units"
+        table = torch.zeros(3 + 2 * measuring + 2 * priced, count + 1, dtype=torch.float64, device=device)
         squared = bool(groups) or self.recipe.frozen is not None
         for indices, norms, shards in now.pending:
             values = norms.to(device, torch.float64)
@@ -603,6 +672,11 @@ class Controller:
             table[1, :count].masked_fill_(ever, 1.0)
         table[0].nan_to_num_(nan=math.inf, posinf=math.inf)
         table[2, :count] = torch.tensor([unit.observation.seen for unit in self.units], device=device)
+        if measuring:
+            table[3:5, :count] = self.probe.sums(device).nan_to_num_(nan=math.inf, posinf=math.inf)
+        if priced:
+            costs = torch.tensor(self.costs(), dtype=torch.float64, device=device)
+            table[-2, :count], table[-1, :count] = costs.clamp(min=0.0), costs >= 0
         if groups:
             digest = self._digest()
             table[0, count], table[1, count] = digest, 1.0
@@ -615,7 +689,11 @@ class Controller:
                 )
         norms = (table[0] / table[1].clamp(min=1.0)).sqrt()[:count] if squared else table[0, :count].clone()
         absent = (table[1, :count] == 0) | (table[2, :count] == 0)
-        return (norms / grad_scale).masked_fill_(absent, MISSING)
+        return Heard(
+            (norms / grad_scale).masked_fill_(absent, MISSING),
+            _means(*table[3:5, :count]).sqrt_().nan_to_num_(nan=MISSING, posinf=math.inf) if measuring else None,
+            _means(*table[-2:, :count]).nan_to_num_(nan=MISSING, posinf=math.inf) if priced else None,
+        )
 
     def _went_non_finite(self) -> Tensor:
         """Bool [units] on the host: those with a norm that was not finite since the last step."""
@@ -754,7 +832,10 @@ class Controller:
         counts["non_finite"] += non_finite
         counts["recovered"] += recovered
         counts["most_active"] = max(counts["most_active"], recovered)
-        counts["full"] += recovered == min(self.max_active, len(self.units))
+        if self.config.budget_unit == "units":
+            counts["full"] += recovered == min(self.max_active, len(self.units))
+        else:
+            counts["full"] += refused > 0
 
     def _apply(
         self, target: Tensor, decision: Decision | None, norms: Tensor | None = None, first: int | None = None
@@ -796,6 +877,8 @@ class Controller:
             lock=0 if decision is None else int(decision.lock[index]),
             changed=changed,
             forced=self.forced,
+            alpha=math.inf if decision is None else decision.alpha,
+            beta=math.inf if decision is None else decision.beta,
         )
 
     # Copies ----------------------------------------------------------------------------------------------------------
@@ -833,6 +916,11 @@ def _measured(gradients: Iterable[tuple[int, Tensor]]) -> list[Measured]:
         _joined(Measured([i for i, _, _ in kind], gradient_norms([p for _, p, _ in kind]), [n for _, _, n in kind]))
         for kind in by_kind.values()
     ]
+
+
+def _means(sums: Tensor, counts: Tensor) -> Tensor:
+    """Means; NaN where there was nothing to sum."""
+    return sums / counts
 
 
 def _joined(measured: Measured) -> Measured:

@@ -20,16 +20,17 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from gnmr_fx import kernels
 from gnmr_fx.formats import Encoded
 from gnmr_fx.physical import Physical
 from gnmr_fx.recipe import Format, at_least_8_bits
 from gnmr_fx.scope import AllSaved
-from gnmr_fx.units import UNIT_KEY, Handle, Kept, Memo, mark
+from gnmr_fx.units import UNIT_KEY, Handle, Kept, Marker, Memo, measure
 
-LOSS_HEAD = "loss head"
-"""Stands for the output head where a unit's handle stands for the unit; and why what comes after is left alone."""
+LOSS_HEAD = Marker.LOSS_HEAD.value
+"""Why what comes after an output head is left alone."""
 PARAMETER = "a parameter"
 _ATTENTION_OPERANDS = 4
 """Tensors that an attention saves before its output: query, key, value and a mask."""
@@ -229,7 +230,7 @@ class Saver:
     def is_worth_it(self, x: Tensor) -> bool:
         """Whether a tensor is of a kind and size that is stored in another format."""
         return (
-            type(x) is Tensor
+            type(x) in (Tensor, FakeTensor)
             and x.is_floating_point()
             and x.dtype.itemsize > 1
             and x.dim() > 0
@@ -244,6 +245,7 @@ class Saver:
         spec = high if bool(handle.guard) else low
         physical = Physical.of(x, _parse(low))
         block = physical.block(x)
+        measure(handle.guard, block, low)
         key = block_key(block, spec)
         found = self.blocks.stored(key)
         if found is None:
@@ -317,7 +319,7 @@ def nearest_unit(start: Any) -> Found:
         distance, node, pointwise = queue.popleft()
         unit = node.metadata.get(UNIT_KEY)
         if unit is not None:
-            return Found(reason=LOSS_HEAD) if unit == LOSS_HEAD else Found(unit, distance)
+            return Found(reason=LOSS_HEAD) if unit is Marker.LOSS_HEAD else Found(unit, distance)
         name = name_of(node)
         if node is start and name in _REDUCTIONS:
             return Found(reason="statistics of a softmax or a norm")
@@ -343,11 +345,3 @@ def _leads_to_parameters(node: Any, following: list[Any]) -> bool:
     if not following:
         return isinstance(getattr(node, "variable", None), nn.Parameter)
     return len(following) == len(node.next_functions)
-
-
-class MarkHead:
-    """A forward hook that marks what an output head makes."""
-
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
-        if not torch.compiler.is_compiling() and isinstance(output, Tensor) and output.grad_fn is not None:
-            mark(output, LOSS_HEAD)

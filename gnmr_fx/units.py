@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import functools
 import json
 import weakref
@@ -24,6 +25,13 @@ HANDLE_PREFIX = "_gnmr_"
 Signal = Literal["weight", "adapters", "output"]
 UNIT_KEY = "gnmr_fx_unit"
 """Key of an autograd node's metadata under which the handle of the unit that it is part of is kept."""
+
+
+class Marker(enum.Enum):
+    """What stands in a handle's place where a projection is known and no unit."""
+
+    LOSS_HEAD = "loss head"
+    """The output head: what comes after it is the loss head, and stays as it is unless asked otherwise."""
 
 
 class Memo:
@@ -107,7 +115,8 @@ class Observation:
     ``calls`` maps each :class:`Kept` activation to how often it was encoded in the pass under way;
     ``last`` is the same for the last whole pass; ``was_seen`` says that there was any, in this run or one resumed;
     ``recomputed``, that activation checkpointing makes some of them again inside the backward; ``scope``, what
-    was stored where the unit last ran (``"all"`` or ``"projections"``; ``""`` for a model instrumented for the latter).
+    was stored where the unit last ran (``"all"`` or ``"projections"``; ``""`` for a model instrumented for the latter);
+    ``backends``, what computes each of its GEMMs on the low-cost and on the recovery path, where a recipe says how.
     """
 
     calls: dict[Kept, int] = field(default_factory=dict)
@@ -115,6 +124,7 @@ class Observation:
     was_seen: bool = False
     recomputed: bool = False
     scope: str = ""
+    backends: tuple[tuple[str, str], ...] = ()
 
     def add(self, kept: Kept) -> None:
         """Count one encoded activation; one made by a recomputation inside a backward is not kept, and not counted."""
@@ -156,10 +166,23 @@ class Handle:
         observation: shared by all call sites of one unit.
         scope: options of scope "all"; None where only what projections read is stored.
         saver: what stores everything in eager mode; None in that scope only.
+        gemms: how GEMMs are computed in training and in ``eval()``; None where PyTorch's own are.
         frozen: how frozen weights are kept; None under a recipe that leaves them alone.
     """
 
-    __slots__ = ("__weakref__", "frozen", "guard", "high", "low", "memo", "observation", "saver", "scope", "seed")
+    __slots__ = (
+        "__weakref__",
+        "frozen",
+        "gemms",
+        "guard",
+        "high",
+        "low",
+        "memo",
+        "observation",
+        "saver",
+        "scope",
+        "seed",
+    )
 
     def __init__(
         self,
@@ -171,6 +194,7 @@ class Handle:
         observation: Observation,
         scope: AllSaved | None = None,
         saver: Any = None,
+        gemms: tuple[Any, Any] | None = None,
         frozen: FrozenRecipe | None = None,
     ) -> None:
         self.guard = guard
@@ -181,6 +205,7 @@ class Handle:
         self.observation = observation
         self.scope = scope
         self.saver = saver
+        self.gemms = gemms
         self.frozen = frozen
 
 
@@ -291,7 +316,7 @@ def observers() -> list[Any]:
 
 
 def mark(made: Tensor, unit: Any) -> None:
-    """Note in the autograd graph that ``unit`` (its handle) made a tensor."""
+    """Note in the autograd graph that ``unit`` (its handle, or a marker) made a tensor."""
     metadata: Any = made.grad_fn.metadata  # type: ignore[union-attr]  # a dict, whatever its annotation says
     metadata[UNIT_KEY] = unit
 
@@ -319,6 +344,26 @@ def observe(guard: Tensor, kept: Kept) -> None:
     controller, index = _observer_of(guard)
     if controller is not None:
         controller.units[index].observation.add(kept)
+
+
+def observe_backends(guard: Tensor, backends: tuple[tuple[str, str], ...]) -> None:
+    """Record what computes the GEMMs of the unit guarded by ``guard``."""
+    controller, index = _observer_of(guard)
+    if controller is not None:
+        controller.units[index].observation.backends = backends
+
+
+def measure(guard: Tensor, x: Tensor, spec: str = "") -> None:
+    """Where the controller of ``guard`` measures errors in this step, measure that of an operand of its unit.
+
+    Args:
+        guard: of the unit.
+        x: what the unit stores or multiplies: floating point, what this rank holds of it.
+        spec: the format of the low-cost path for it; ``""`` for that of saved activations.
+    """
+    controller, index = _observer_of(guard)
+    if controller is not None and controller.probe.is_open:
+        controller.probe.take(index, x, spec or str(controller.recipe.low), controller.seed)
 
 
 def announce(guard: Tensor) -> None:

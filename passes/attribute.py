@@ -22,6 +22,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor, fx
 
 from gnmr_fx.errors import InvariantError
+from gnmr_fx.ops import HEAD_KEY
 from gnmr_fx.physical import hint
 from gnmr_fx.recipe import Format
 from gnmr_fx.scope import AllSaved
@@ -364,13 +365,9 @@ class Attribution:
         return None
 
     def _loss_head(self, graph: fx.Graph) -> set[fx.Node]:
-        """What comes after a GEMM that is no unit's and that no unit follows."""
+        """What comes after the GEMM of an output head, where no unit follows."""
         before = _upstream(set(self.readers) | set(self.producers))
-        heads = [
-            node
-            for node in graph.nodes
-            if op_name(node) in _GEMMS and node not in self.producers and node not in before | self.backward
-        ]
+        heads = [n for n in graph.nodes if _is_head(n) and op_name(n) in _GEMMS and n not in before | self.backward]
         return _closure(heads, lambda node: True)
 
     def reason_against(self, node: fx.Node) -> str:
@@ -444,6 +441,11 @@ def _upstream(start: Iterable[fx.Node]) -> set[fx.Node]:
                 found.add(node)
                 todo.append(node)
     return found
+
+
+def _is_head(node: fx.Node) -> bool:
+    """Whether an output head's code made the node, in the forward or, as autograd copies it, in the backward."""
+    return HEAD_KEY in (node.meta.get("custom") or {})
 
 
 def _is_packed(node: fx.Node) -> bool:

@@ -5,9 +5,8 @@ quantized, and a model that trains nothing. ``freeze`` keeps those units that ar
 finds what each one's signal is.
 
 A unit's adapters are the trainable parameters below the nearest module that holds its weight and any trainable one
-(PEFT's ``LoraLayer``, or a module that holds weight and adapters itself). Where that is the whole model, a mere
-container, or a module that holds other units as well, they are not this unit's own, and its signal is the gradient of
-its output.
+(PEFT's ``LoraLayer``, or a module that holds weight and adapters itself). Where that is the whole model, a container,
+or a module that holds other units as well, they are not this unit's own, and its signal is the gradient of its output.
 
 Invariants: no unit has a trainable weight; no parameter is an adapter of two units; what was a unit before is a unit or
 in ``left_alone``.
@@ -122,7 +121,7 @@ def holders_of(model: nn.Module, weight: Tensor) -> list[tuple[nn.Module, str]]:
 
 
 def _is_adapter(model: nn.Module, path: str) -> bool:
-    """Whether the module at ``path`` is part of an adapter, as PEFT's layers name them; an inactive one is frozen."""
+    """Whether the module at ``path`` is part of an adapter, as PEFT's layers name them; inactive ones are frozen."""
     module, inside = model, False
     for name in filter(None, path.split(".")):
         inside = inside or name in getattr(module, "adapter_layer_names", ())

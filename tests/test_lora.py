@@ -1,4 +1,4 @@
-"""The recipes for frozen weights under adapters, on models: numerics, one graph, memory, signals, PEFT, errors."""
+"""The recipes for frozen weights under adapters, on whole models: numerics, one graph, bytes, signals, PEFT, errors."""
 
 from __future__ import annotations
 
@@ -761,7 +761,7 @@ def test_inputs_of_another_dtype(dtype: torch.dtype) -> None:
 
 
 def test_scope_all() -> None:
-    refused(WithAdapter(nn.Linear(32, 16)), errors.ConfigError, "scope", recipe=INT8, scope="all")
+    refused(WithAdapter(nn.Linear(32, 16)), errors.RecipeError, "scope", recipe=INT8, scope="all")
 
 
 def test_nf4_leaves_alone_what_it_cannot_store() -> None:

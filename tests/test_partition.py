@@ -197,6 +197,59 @@ def test_the_loss_head_is_stored_only_if_asked() -> None:
     assert stored(True)
 
 
+class Kernel(nn.Module):
+    """A weight by another name than ``weight``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kernel = nn.Parameter(torch.randn(32, 48) / 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.kernel
+
+
+class Language(nn.Module):
+    """A body of which nothing but ``query`` is to be a unit, and a head; returns its loss."""
+
+    def __init__(self, head: nn.Module, calls_head: bool = True) -> None:
+        super().__init__()
+        self.query, self.inner, self.lm_head, self.calls_head = nn.Linear(32, 32), nn.Linear(32, 40), head, calls_head
+        self.back = nn.Linear(40, 32)
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        x = self.back(torch.tanh(self.inner(torch.tanh(self.query(x)))))
+        logits = self.lm_head(torch.tanh(x)) if self.calls_head else F.linear(torch.tanh(x), self.lm_head.weight)
+        return F.cross_entropy(logits.float(), target)
+
+
+HEADS = {
+    "module": lambda: Language(nn.Linear(32, 48)),
+    "parameter": lambda: Language(Kernel()),
+    "weight": lambda: Language(nn.Linear(32, 48), calls_head=False),
+    "frozen": lambda: Language(nn.Linear(32, 48).requires_grad_(False)),
+}
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("kind", HEADS)
+def test_only_what_follows_the_output_head_is_the_loss_head(kind: str, compiled: bool) -> None:
+    torch.manual_seed(0)
+    model = HEADS[kind]().train()
+    built = Built(model, (torch.randn(8, 32), torch.arange(8)), {}, lambda loss: loss)
+    gnmr_fx.instrument(model, LOW, include=["query"], scope=EVERYTHING)
+    names = set(model.state_dict())
+    gnmr_fx.controller(model).force("low")
+    gradients(built, torch.compile(model, backend=interpreted()) if compiled else model)
+    # The body's last layers hold no unit, and belong to the one there is.
+    (row,) = gnmr_fx.table(model).units
+    assert sum(activation["calls"] for activation in row.activations if activation["role"] == "tanh") == 3
+    head = [item["shape"] for item in gnmr_fx.table(model).kept_as_it_is if item["reason"] == "loss head"]
+    assert {shape[-1] for shape in head if shape} == {48}
+    gnmr_fx.uninstrument(model)
+    assert set(model.state_dict()) == names
+    assert not any(key.startswith("_gnmr") for module in model.modules() for key in vars(module))
+
+
 def test_small_tensors_stay() -> None:
     built = decoder()
     gnmr_fx.instrument(built.model, LOW, scope=gnmr_fx.AllSaved(min_bytes=8000))  # the mlp's inner ones are larger
