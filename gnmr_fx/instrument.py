@@ -223,12 +223,9 @@ def instrument(
     chosen, everything = get_recipe(recipe), get_scope(scope)
     if config is not None and not isinstance(config, GnmrConfig):
         raise ConfigError(f"config: expected a GnmrConfig or None, found {config!r}. Build one with GnmrConfig(...).")
-    if chosen.frozen is not None and everything is not None:
-        raise RecipeError(
-            f"scope: expected 'projections' with a recipe for frozen weights, found 'all' with {chosen}; such a recipe "
-            "says how weights are stored and no saved activation, so there is nothing to store for scope 'all'"
-        )
     settings = config or GnmrConfig()
+    if chosen.frozen is not None:
+        _check_frozen(chosen, everything, settings)
     if settings.budget_unit == "units":
         resolve_budget(max_active, 1)
     else:
@@ -355,6 +352,25 @@ def check_gemms(model: nn.Module, plan: Plan, scope: AllSaved | None) -> None:
         device = model.get_submodule(unit.owner).get_parameter(unit.parameter).device
         if device.type != "meta":
             check_native(plan.recipe.gemm, device)
+
+
+def _check_frozen(recipe: Recipe, scope: AllSaved | None, config: GnmrConfig) -> None:
+    """Refuse what rests on saved activations: a recipe for frozen weights stores none."""
+    if scope is not None:
+        raise RecipeError(
+            f"scope: expected 'projections' with a recipe for frozen weights, found 'all' with {recipe}; such a recipe "
+            "says how weights are stored and no saved activation, so there is nothing to store for scope 'all'"
+        )
+    if config.measures_errors:
+        raise RecipeError(
+            f"config: expected signal='gnmr' with a recipe for frozen weights, found {config.signal!r} with {recipe}; "
+            "the other signals measure what quantization does to saved activations, and such a recipe stores none"
+        )
+    if config.budget_unit == "flops":
+        raise RecipeError(
+            f"config: expected a budget in units or bytes with a recipe for frozen weights, found 'flops' with {recipe}"
+            "; its paths differ in the bytes that weights take, not in the operations of their GEMMs"
+        )
 
 
 def _refuse_instrumented(model: nn.Module) -> None:

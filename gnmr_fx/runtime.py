@@ -304,6 +304,8 @@ class Controller:
         """What each unit costs on the recovery path, on this rank and by its last pass, in ``config.budget_unit``
         (bytes where that is units); negative where that is not known."""
         low, high, unit = self.recipe.low, self.recipe.high, self.config.budget_unit
+        if self.recipe.frozen is not None:  # the exact weight, which the recovery path has on the device
+            return [float(math.prod(u.spec.shape) * u.weight.dtype.itemsize) for u in self.units]
         return [cost_of(u, low, high, "bytes" if unit == "units" else unit) for u in self.units]
 
     @contextlib.contextmanager

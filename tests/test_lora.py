@@ -764,6 +764,26 @@ def test_scope_all() -> None:
     refused(WithAdapter(nn.Linear(32, 16)), errors.RecipeError, "scope", recipe=INT8, scope="all")
 
 
+@pytest.mark.parametrize("options", [{"signal": "error"}, {"signal": "gap"}, {"budget_unit": "flops"}])
+def test_configurations_that_rest_on_saved_activations(options: dict[str, Any]) -> None:
+    config = gnmr_fx.GnmrConfig(**options)
+    refused(WithAdapter(nn.Linear(32, 16)), errors.RecipeError, "frozen", recipe=INT8, config=config)
+
+
+def test_a_budget_in_bytes_counts_the_weights_on_the_device() -> None:
+    config = gnmr_fx.GnmrConfig(alpha=1.01, beta=1.01, warmup_steps=1, window=2, lock_steps=2, budget_unit="bytes")
+    built, controller = instrumented(INT8, small(2), max_active=40_000, config=config)
+    optimizer = torch.optim.SGD((p for p in built.model.parameters() if p.requires_grad), lr=0.5)
+    most = 0
+    for _ in range(12):
+        loss(built).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        brought = [unit.weight.store.recovered for unit in controller.units]
+        most = max(most, sum(weight.nbytes for weight in brought if weight is not None))
+    assert 0 < most <= 40_000
+
+
 def test_nf4_leaves_alone_what_it_cannot_store() -> None:
     model = nn.Sequential(WithAdapter(nn.Linear(64, 32)), WithAdapter(nn.Linear(32, 3)))
     gnmr_fx.instrument(model, NF4)
