@@ -148,9 +148,10 @@ class Format:
         return cls(dtype, **options)  # type: ignore[arg-type]
 
 
-def at_least_8_bits(fmt: Format) -> Format:
-    """``fmt``, or int8 in its place where it has fewer bits than that."""
-    return replace(fmt, dtype="int8") if fmt.bits is not None and fmt.bits < 8 else fmt
+def at_least(fmt: Format, bits: int) -> Format:
+    """``fmt``, or where it has fewer than ``bits`` (8, 4, or 0 for no such bound) the integer format that has them."""
+    fewer = fmt.bits is not None and fmt.bits < bits
+    return replace(fmt, dtype="int8" if bits == 8 else "int4") if fewer else fmt
 
 
 def _check_choice(field: str, value: object, choices: tuple[str, ...]) -> None:
