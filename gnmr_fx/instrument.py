@@ -223,14 +223,9 @@ def instrument(
     chosen, everything = get_recipe(recipe), get_scope(scope)
     if config is not None and not isinstance(config, GnmrConfig):
         raise ConfigError(f"config: expected a GnmrConfig or None, found {config!r}. Build one with GnmrConfig(...).")
-    if chosen.frozen is not None and everything is not None:
-        raise RecipeError(
-            f"scope: expected 'projections' with a recipe for frozen weights, found 'all' with {chosen}; such a recipe "
-            "says how weights are stored and no saved activation, so there is nothing to store for scope 'all'"
-        )
     settings = config or GnmrConfig()
     check_max_active(max_active, settings)
-    _check_fit(chosen, settings)
+    _check_fit(chosen, everything, settings)
     selection = Selection(_patterns("include", include), _patterns("exclude", exclude))
     plan = pipeline.run(Plan(target, chosen, selection, example_inputs, marks_heads=everything is not None))
     check_gemms(target, plan, everything)
@@ -238,8 +233,13 @@ def instrument(
     return model
 
 
-def _check_fit(recipe: Recipe, config: GnmrConfig) -> None:
+def _check_fit(recipe: Recipe, scope: AllSaved | None, config: GnmrConfig) -> None:
     """Refuse settings that would have no effect under a recipe."""
+    if recipe.frozen is not None and scope is not None:
+        raise RecipeError(
+            f"scope: expected 'projections' with a recipe for frozen weights, found 'all' with {recipe}; such a recipe "
+            "says how weights are stored and no saved activation, so there is nothing to store for scope 'all'"
+        )
     if recipe.frozen is not None and config.measures_errors:
         raise RecipeError(
             f"signal: expected 'gnmr' with a recipe for frozen weights, found {config.signal!r} with {recipe}; the "

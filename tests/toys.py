@@ -101,6 +101,17 @@ class Stack(nn.Module):
         return self.lm_head(self.norm(x))
 
 
+class FirstToken(nn.Module):
+    """A classifier of the first of many tokens, [N, T, width]: autograd keeps a small piece of a large tensor."""
+
+    def __init__(self, width: int = 32) -> None:
+        super().__init__()
+        self.body, self.classes = nn.Linear(width, width), nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.classes(self.body(x)[:, 0])
+
+
 class RMSNorm(nn.Module):
     """Statistics in fp32, as language models have it."""
 

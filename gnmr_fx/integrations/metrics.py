@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from gnmr_fx.controller import capacity
 from gnmr_fx.instrument import ModelController, controller
 from gnmr_fx.operator_rows import unit_rows
 
