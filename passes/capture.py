@@ -153,7 +153,7 @@ def find_calls(graph: fx.Graph, weights: Mapping[str, str]) -> Iterator[Captured
         elif isinstance(found, str):
             weight = next(source[v] for v in node.all_input_nodes if v in source)
             yield CapturedCall(_site(node), weight, operator_name(node.target), node, reason=found)
-        elif operator_name(node.target) in VIEWS and node.args and node.args[0] in source:
+        elif name_of(node) in VIEWS and node.args and node.args[0] in source:
             source[node] = source[node.args[0]]
 
 
@@ -166,6 +166,11 @@ def example(node: fx.Node) -> Tensor:
 
 def _dim(value: Any) -> int:
     return example(value).dim()
+
+
+def name_of(node: fx.Node) -> str:
+    """What a node does to its first argument: :func:`operator_name`, or the attribute that it reads (``weight.T``)."""
+    return str(node.args[1]) if node.target is getattr else operator_name(node.target)
 
 
 def operator_name(target: Any) -> str:
