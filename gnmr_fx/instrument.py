@@ -6,18 +6,27 @@ import functools
 import types
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import nn
 
 from gnmr_fx import grouped
-from gnmr_fx.config import GnmrConfig, resolve_budget
-from gnmr_fx.errors import AlreadyInstrumentedError, ConfigError, NotInstrumentedError, PatternError
+from gnmr_fx.config import GnmrConfig, check_budget, resolve_budget
+from gnmr_fx.errors import (
+    AlreadyInstrumentedError,
+    ConfigError,
+    NotInstrumentedError,
+    PatternError,
+    RecipeError,
+)
+from gnmr_fx.frozen import FrozenWeight
+from gnmr_fx.gemm import check_native
 from gnmr_fx.passes import pipeline
+from gnmr_fx.passes.freeze import holders_of
 from gnmr_fx.passes.plan import Forward, Plan, Selection
 from gnmr_fx.passes.rewrite import ORIGINAL_FORWARD, compile_forward
-from gnmr_fx.recipe import Recipe, get_recipe
+from gnmr_fx.recipe import FrozenRecipe, Recipe, get_recipe
 from gnmr_fx.runtime import Controller, Site
 from gnmr_fx.saved import Saver
 from gnmr_fx.scope import AllSaved, get_scope
@@ -104,8 +113,44 @@ class RootForward:
                 object.__setattr__(self.module, "forward", self.replaced)
 
 
+class FrozenParameter(NamedTuple):
+    """A frozen parameter that is stored in another format, and where: ``(module, name)`` of all that hold it."""
+
+    parameter: nn.Parameter
+    holders: tuple[tuple[nn.Module, str], ...]
+
+    def store(self, recipe: FrozenRecipe) -> None:
+        """Put a :class:`FrozenWeight` in its place. With the residual on the host, the parameter moves there."""
+        stored: Any = FrozenWeight.parameter(self.parameter, recipe.spec, recipe.residual)
+        self.parameter.data = stored.plain()
+        for module, name in self.holders:
+            module._parameters[name] = stored
+            if plain_weights not in module._state_dict_hooks.values():
+                module.register_state_dict_post_hook(plain_weights)
+
+    def restore(self) -> None:
+        """Put it back, with the values that the weight has now, where it was not replaced since."""
+        for module, name in self.holders:
+            stored = FrozenWeight.held_by(module, name)
+            if stored is not None:
+                self.parameter.data = stored.plain().to(stored.device)
+                module._parameters[name] = self.parameter
+            for key in [key for key, hook in module._state_dict_hooks.items() if hook is plain_weights]:
+                del module._state_dict_hooks[key]
+
+
+def plain_weights(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+    """Hook of ``state_dict``: frozen weights as plain tensors of their exact values, where those are kept."""
+    for name in module._parameters:
+        stored = FrozenWeight.held_by(module, name)
+        if stored is not None and prefix + name in state:
+            state[prefix + name] = stored.plain()
+
+
 class ModelController(Controller):
     """A :class:`Controller` that also knows the generated forwards and the operators left alone."""
+
+    frozen: list[FrozenParameter]
 
     forwards: list[InstalledForward]
     left_alone: tuple[LeftAlone, ...]
@@ -149,17 +194,20 @@ def instrument(
 
     Projections (``F.linear``, ``addmm``, ``matmul``, ``einsum``, grouped GEMM against a parameter) keep the activation
     they need for the backward in the low-cost format of ``recipe``, or, for at most ``max_active`` of them at a time,
-    in its recovery format. Outputs do not change at all. Parameters, ``state_dict()``, class and training loop stay as
-    they are, and so does everything in ``eval()`` and under ``no_grad``.
+    in its recovery format. Outputs do not change at all, unless the recipe says how GEMMs are computed
+    (``Recipe.gemm``): then outputs and gradients are those of the path in force, and in ``eval()`` those of the
+    recovery path. Parameters, ``state_dict()``, class and training loop stay as they are; with the other recipes, so
+    does everything in ``eval()`` and under ``no_grad``.
 
     Args:
         model: any module. Compile it, wrap it (DDP), move it before or after.
         recipe: a name in :data:`gnmr_fx.RECIPES`, or a :class:`gnmr_fx.Recipe`.
-        max_active: the budget: a number of units (int, at least 0), or a share of them (float in (0, 1]).
+        max_active: the budget: a number of units (int, at least 0), or a share of them (float in (0, 1]). With
+            ``config.budget_unit`` of ``"bytes"`` or ``"flops"`` a number of these, or a share of what all units cost.
         scope: ``"projections"``: what projections read is stored in another format. ``"all"``: whatever autograd keeps
             is, each tensor under the guard of the unit it belongs to; under torch.compile this needs its Inductor
             backend. :class:`gnmr_fx.AllSaved` is ``"all"`` with options.
-        config: thresholds, window, lock and warm-up of the controller.
+        config: signal, thresholds, window, lock, warm-up and kind of budget of the controller.
         include: globs on module paths: only units they match, the output head among them if they match it. By default
             all units but the output head.
         exclude: globs on module paths: not these.
@@ -168,17 +216,27 @@ def instrument(
 
     Raises:
         AlreadyInstrumentedError, NoRecoverableOperatorError, LazyParameterError, PatternError, UnknownRecipeError,
-        BudgetError, ConfigError: see each; the model is then as it was.
+        BudgetError, ConfigError, NativeKernelError, RecipeError: see each; the model is then as it was.
     """
     target = unwrap(model)
     _refuse_instrumented(target)
     chosen, everything = get_recipe(recipe), get_scope(scope)
     if config is not None and not isinstance(config, GnmrConfig):
         raise ConfigError(f"config: expected a GnmrConfig or None, found {config!r}. Build one with GnmrConfig(...).")
-    resolve_budget(max_active, 1)
+    if chosen.frozen is not None and everything is not None:
+        raise RecipeError(
+            f"scope: expected 'projections' with a recipe for frozen weights, found 'all' with {chosen}; such a recipe "
+            "says how weights are stored and no saved activation, so there is nothing to store for scope 'all'"
+        )
+    settings = config or GnmrConfig()
+    if settings.budget_unit == "units":
+        resolve_budget(max_active, 1)
+    else:
+        check_budget(max_active, settings.budget_unit)
     selection = Selection(_patterns("include", include), _patterns("exclude", exclude))
     plan = pipeline.run(Plan(target, chosen, selection, example_inputs, marks_heads=everything is not None))
-    install(target, plan, config or GnmrConfig(), max_active, everything)
+    check_gemms(target, plan, everything)
+    install(target, plan, settings, max_active, everything)
     return model
 
 
@@ -186,7 +244,15 @@ def install(
     model: nn.Module, plan: Plan, config: GnmrConfig, max_active: int | float, scope: AllSaved | None = None
 ) -> ModelController:
     """Put a checked plan into force on its model."""
-    units = [Unit(spec, index, model.get_submodule(spec.owner)) for index, spec in enumerate(plan.units)]
+    units = [
+        Unit(
+            spec,
+            index,
+            model.get_submodule(spec.owner),
+            adapters=model.get_submodule(spec.adapters) if spec.signal == "adapters" else None,
+        )
+        for index, spec in enumerate(plan.units)
+    ]
     controller = ModelController(
         units, plan.recipe, config, max_active, seed=torch.initial_seed() & _SEED_MASK, scope=scope
     )
@@ -200,9 +266,19 @@ def install(
         is_site = any(not forward.site for forward in plan.forwards)
         replaced = None if is_site else model.__dict__.get("forward")
         controller.root = RootForward(model, controller.saver, is_site, replaced)
+    if plan.recipe.frozen is not None:
+        controller.trained = model
+    controller.frozen = []
     try:
         # First: a pickle restores attributes in their order, and the forward has to be in place before it is looked up.
         object.__setattr__(model, CONTROLLER, controller)
+        if plan.recipe.frozen is not None:
+            for unit in units:
+                weight = unit.parameter
+                assert weight is not None
+                frozen = FrozenParameter(weight, tuple(holders_of(model, weight)))
+                controller.frozen.append(frozen)
+                frozen.store(plan.recipe.frozen)
         controller.connect()
         controller.reinstall()
     except BaseException:
@@ -226,6 +302,8 @@ def remove(model: nn.Module, installed: ModelController) -> None:
     """Take a controller, its handles and its forwards off the model."""
     installed.remove_forwards()
     installed.disconnect()
+    for frozen in installed.frozen:
+        frozen.restore()
     if not any(getattr(other, "has_experts", False) for other in observers()):
         grouped.hide()
     model.__dict__.pop(CONTROLLER, None)
@@ -262,6 +340,21 @@ def unwrap(model: nn.Module) -> nn.Module:
         if inner is None:
             return model
         model = inner
+
+
+def check_gemms(model: nn.Module, plan: Plan, scope: AllSaved | None) -> None:
+    """Refuse what a recipe for GEMMs cannot do."""
+    if plan.recipe.gemm is None:
+        return
+    if scope is not None:
+        raise RecipeError(
+            f"expected scope='projections' with recipe {plan.recipe.name or plan.recipe}, which says how GEMMs are "
+            "computed, found scope='all'; choose a recipe that only stores activations (saved-*) for scope='all'"
+        )
+    for unit in plan.units:
+        device = model.get_submodule(unit.owner).get_parameter(unit.parameter).device
+        if device.type != "meta":
+            check_native(plan.recipe.gemm, device)
 
 
 def _refuse_instrumented(model: nn.Module) -> None:

@@ -21,13 +21,14 @@ from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from gnmr_fx import formats
 from gnmr_fx.errors import FormatError, GnmrWarning, MissingDependencyError
 from gnmr_fx.formats import Encoded, Layout
 from gnmr_fx.recipe import Format
 
-__all__ = ["Backend", "decode", "encode"]
+__all__ = ["Backend", "decode", "encode", "rescale", "roundtrip"]
 
 Backend = Literal["auto", "inductor", "eager"]
 _BACKENDS = get_args(Backend)
@@ -40,11 +41,16 @@ _PLAIN_TENSORS = (Tensor, torch.nn.Parameter)
 # Groups that Inductor is told to expect: enough for it to choose several threads.
 _EXPECTED_GROUPS = 16384
 _EXPECTED_TENSOR = 1 << 20
+# Stands for a group size where a kernel takes rows of any length.
+_DYNAMIC = -1
+_EXPECTED_ROW = 1024
 # From here on a kernel needs 64-bit indices, and Inductor chooses them by the sizes it is told to expect.
 _LARGE = 2**31 - 1
 
 
-def encode(x: Tensor, fmt: Format, seed: int | Tensor | None = None, *, backend: Backend = "auto") -> Encoded:
+def encode(
+    x: Tensor, fmt: Format, seed: int | Tensor | None = None, *, backend: Backend = "auto", dynamic: bool = False
+) -> Encoded:
     """:func:`gnmr_fx.formats.encode` by a fused kernel.
 
     Args:
@@ -59,28 +65,79 @@ def encode(x: Tensor, fmt: Format, seed: int | Tensor | None = None, *, backend:
         MissingDependencyError: with ``"inductor"``, where the kernel cannot be built.
     """
     _check_backend(backend)
+    if isinstance(x, FakeTensor):  # no values to encode
+        return formats.empty_encoded(x, fmt)
     if backend == "eager" or not fmt.is_scaled or type(x) not in _PLAIN_TENSORS:
         return formats.encode(x, fmt, seed)
-    formats.check_input(x, fmt)
-    word = formats.seed_word(seed, fmt)
-    plan = _plan(x.shape, fmt)
+    plan, key, inputs = _prepare("encode", x, fmt, seed, dynamic)
     if plan.is_empty:
         return formats.empty_encoded(x, fmt)
-    key = ("encode", fmt, x.dtype, x.device, plan.group, plan.is_large)
     kernel = _kernels.get(key) or _build(key)
     if kernel is _unavailable:
         _warn_or_raise(key, backend)
         return formats.encode(x, fmt, seed)
-    if x.requires_grad:
-        x = x.detach()
-    groups = formats.to_groups(x, plan.cut).contiguous()
+    payload, scales = kernel(inputs)
+    return Encoded(payload, scales)
+
+
+def roundtrip(
+    x: Tensor, fmt: Format, seed: int | Tensor | None = None, *, backend: Backend = "auto", dynamic: bool = False
+) -> Tensor:
+    """``decode(encode(x))`` in the shape and dtype of ``x``, contiguous, by one kernel that packs nothing.
+
+    Args and errors are those of :func:`encode`. A format without scales gives a cast there and back.
+    """
+    _check_backend(backend)
+    if backend == "eager" or not fmt.is_scaled or type(x) not in _PLAIN_TENSORS:
+        return formats.decode(formats.encode(x, fmt, seed), fmt, x.shape, x.dtype)
+    plan, key, inputs = _prepare("roundtrip", x, fmt, seed, dynamic)
+    if plan.is_empty:
+        return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    kernel = _kernels.get(key) or _build(key)
+    if kernel is _unavailable:
+        _warn_or_raise(key, backend)
+        return formats.decode(formats.encode(x, fmt, seed), fmt, x.shape, x.dtype)
+    (groups,) = kernel(inputs)
+    return formats.from_groups(groups, plan.cut, x.shape)
+
+
+def rescale(sums: Tensor, rows: Tensor, columns: Tensor, dtype: torch.dtype) -> Tensor:
+    """``sums * rows * columns`` in fp32, cast to ``dtype``: what turns an integer product into one of scaled operands.
+
+    Args:
+        sums: int32 [M, P], contiguous.
+        rows: fp32 [M, 1].
+        columns: fp32 [1, P].
+    """
+    if sums.numel() == 0:
+        return sums.to(dtype)
+    key = ("rescale", Format("none"), dtype, sums.device, _DYNAMIC, sums.numel() > _LARGE)
+    kernel = _kernels.get(key) or _build(key)
+    if kernel is _unavailable:
+        _warn_or_raise(key, "auto")
+        return formats.rescaled(sums, rows, columns, dtype)
+    (scaled,) = kernel([sums, rows.contiguous(), columns.contiguous()])
+    return scaled
+
+
+def _prepare(
+    kind: str, x: Tensor, fmt: Format, seed: int | Tensor | None, dynamic: bool
+) -> tuple[_Plan, _Key, list[Tensor]]:
+    """The plan for ``x``, the key of the kernel, and the kernel's inputs."""
+    formats.check_input(x, fmt)
+    word = formats.seed_word(seed, fmt)
+    plan = _plan(x.shape, fmt)
+    dynamic = dynamic and fmt.granularity == "token" and formats.packing(fmt).codes == 1
+    key = (kind, fmt, x.dtype, x.device, _DYNAMIC if dynamic else plan.group, plan.is_large)
+    if plan.is_empty:
+        return plan, key, []
+    groups = formats.to_groups(x.detach() if x.requires_grad else x, plan.cut).contiguous()
     if plan.group == 0:
-        groups = groups.view(formats.codes_per_byte(fmt), -1)
+        groups = groups.view(formats.packing(fmt).codes, -1)
     inputs = [groups]
     if fmt.is_stochastic:
         inputs.append(torch.full((), word, dtype=torch.int32, device=x.device))
-    payload, scales = kernel(inputs)
-    return Encoded(payload, scales)
+    return plan, key, inputs
 
 
 def decode(
@@ -102,7 +159,10 @@ def decode(
     if kernel is _unavailable:
         _warn_or_raise(key, backend)
         return formats.decode(encoded, fmt, size, dtype)
-    (groups,) = kernel([payload.contiguous(), scales.contiguous()])
+    payload = payload.contiguous()
+    if plan.group == 0:
+        payload = payload.view(formats.packing(fmt).words, -1)
+    (groups,) = kernel([payload, scales.contiguous()])
     return formats.from_groups(groups, plan.cut, size)
 
 
@@ -215,7 +275,10 @@ def _compile(key: _Key) -> _Kernel:
         tracing(TracingContext(fake_mode)),
     ):
         with fake_mode:
-            function, inputs = _graph(kind, fmt, dtype, device, group, _symbol(shapes, group, large))
+            if group == _DYNAMIC:
+                function, inputs = _dynamic_graph(kind, fmt, dtype, device, shapes, large)
+            else:
+                function, inputs = _graph(kind, fmt, dtype, device, group, _symbol(shapes, group, large))
         trace = make_fx(function, decomposition_table=select_decomp_table(), tracing_mode="symbolic")
         traced = trace(*inputs)
         return compile_fx_inner(
@@ -231,30 +294,62 @@ def _compile(key: _Key) -> _Kernel:
 def _graph(
     kind: str, fmt: Format, dtype: torch.dtype, device: torch.device, group: int, symbol: Any
 ) -> tuple[Callable[..., tuple[Tensor, ...]], list[Tensor]]:
-    """The function to trace, and example inputs: ``symbol`` groups, or one group of ``symbol`` bytes."""
-    per_byte = formats.codes_per_byte(fmt)
-    if kind == "decode":
-        shape = (symbol, group // per_byte) if group else (1, symbol)
-        payload = torch.empty(shape, dtype=formats.payload_dtype(fmt, dtype), device=device)
-        scales = torch.empty((shape[0], 2 if fmt.is_integer else 1), dtype=torch.bfloat16, device=device)
-        return lambda codes, scale: (formats.decode_groups(codes, scale, fmt, dtype),), [payload, scales]
+    """The function to trace, and example inputs: ``symbol`` groups, or one group packed in ``symbol`` times the
+    least whole number of bytes.
 
-    # A dynamic group comes as [codes per byte, bytes]: no plain symbol can say that its size is a multiple.
-    inputs = [torch.empty((symbol, group) if group else (per_byte, symbol), dtype=dtype, device=device)]
+    A lambda, since Inductor finds no cache key for the module that make_fx makes of a function with a name.
+    """
+    codes, words = formats.packing(fmt)
+    if kind == "decode":
+        shape = (symbol, group // codes * words) if group else (words, symbol)
+        payload = torch.empty(shape, dtype=formats.payload_dtype(fmt, dtype), device=device)
+        scale_shape = (symbol if group else 1, formats.scales_per_group(fmt))
+        scales = torch.empty(scale_shape, dtype=formats.scales_dtype(fmt), device=device)
+        flat = (lambda p: p) if group or words == 1 else (lambda p: p.reshape(1, -1))
+        return lambda codes, scale: (formats.decode_groups(flat(codes), scale, fmt, dtype),), [payload, scales]
+
+    # A dynamic group comes as a matrix of as many rows as it has to be a multiple of, which no plain symbol can say.
+    inputs = [torch.empty((symbol, group) if group else (codes, symbol), dtype=dtype, device=device)]
     if fmt.is_stochastic:
         inputs.append(torch.empty((), dtype=torch.int32, device=device))
-    return lambda x, *word: formats.encode_groups(x if group else x.reshape(1, -1), fmt, *word), inputs
+    return lambda x, *word: _made_of(kind, x if group else x.reshape(1, -1), fmt, *word), inputs
+
+
+def _made_of(kind: str, groups: Tensor, fmt: Format, *word: Tensor) -> tuple[Tensor, ...]:
+    if kind == "roundtrip":
+        return (formats.roundtrip_groups(groups, fmt, *word),)
+    return formats.encode_groups(groups, fmt, *word)
+
+
+def _dynamic_graph(
+    kind: str, fmt: Format, dtype: torch.dtype, device: torch.device, shapes: Any, large: bool
+) -> tuple[Callable[..., tuple[Tensor, ...]], list[Tensor]]:
+    """The function to trace where both sizes of a matrix are symbolic, and example inputs."""
+    rows = 2 * _LARGE // _EXPECTED_ROW if large else _EXPECTED_ROW
+    size = [_new_symbol(shapes, name, typical) for name, typical in (("rows", rows), ("width", _EXPECTED_ROW))]
+    if kind == "rescale":
+        sums = torch.empty(size, dtype=torch.int32, device=device)
+        scales = [torch.empty(shape, device=device) for shape in ((size[0], 1), (1, size[1]))]
+        return lambda sums, rows, columns: (formats.rescaled(sums, rows, columns, dtype),), [sums, *scales]
+    inputs = [torch.empty(size, dtype=dtype, device=device)]
+    if fmt.is_stochastic:
+        inputs.append(torch.empty((), dtype=torch.int32, device=device))
+    return lambda x, *word: _made_of(kind, x, fmt, *word), inputs
 
 
 def _symbol(shapes: Any, group: int, large: bool) -> Any:
     """A symbolic size in ``shapes``, with a typical value for Inductor's heuristics."""
-    from torch._dynamo.source import ConstantSource
-    from torch.fx.experimental.symbolic_shapes import DimDynamic
-
     typical = _EXPECTED_GROUPS if group else _EXPECTED_TENSOR
     if large:
         typical = 2 * _LARGE // (group or 1)
-    source = ConstantSource("size")
+    return _new_symbol(shapes, "size", typical)
+
+
+def _new_symbol(shapes: Any, name: str, typical: int) -> Any:
+    from torch._dynamo.source import ConstantSource
+    from torch.fx.experimental.symbolic_shapes import DimDynamic
+
+    source = ConstantSource(name)
     symbol = shapes.create_symbol(typical, source, dynamic_dim=DimDynamic.DYNAMIC)
     return shapes.create_symintnode(symbol, hint=typical, source=source)
 

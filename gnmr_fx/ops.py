@@ -29,14 +29,15 @@ from torch._compile import _disable_dynamo
 from torch._library.fake_impl import allocate_size
 from torch.fx.traceback import annotate
 
-from gnmr_fx import kernels
+from gnmr_fx import gemm, kernels
 from gnmr_fx.distributed import Layout, layout_of, local_value
 from gnmr_fx.errors import DoubleBackwardError, UnsupportedBackendError, UnsupportedTransformError
 from gnmr_fx.formats import Encoded, empty_encoded
+from gnmr_fx.frozen_ops import frozen_projection
 from gnmr_fx.projections import KINDS
 from gnmr_fx.recipe import Format
 from gnmr_fx.scope import AllSaved
-from gnmr_fx.units import Handle, Kept, Marker, announce, mark, observe, observe_scope
+from gnmr_fx.units import Handle, Kept, Marker, announce, mark, measure, observe, observe_scope
 
 NAMESPACE = "gnmr_fx"
 HEAD_KEY = "gnmr_fx_loss_head"
@@ -81,8 +82,10 @@ def _save_high(
         _without_partition_pass(guard, AllSaved.parse(scope))
     observe(guard, Kept(tuple(x.shape), x.dtype))
     announce(guard)
+    measure(guard, x, low)
     parsed = _parse(fmt)
-    return kernels.encode(x, parsed, seed) if guard.item() else empty_encoded(x, parsed, 0)
+    needed = guard.item() and low != fmt  # a recipe may have the same format twice
+    return kernels.encode(x, parsed, seed) if needed else empty_encoded(x, parsed, 0)
 
 
 def _without_partition_pass(guard: Tensor, scope: AllSaved) -> None:
@@ -103,6 +106,8 @@ def _keep(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """``x`` in ``low``, and also in ``high`` where any of ``guards`` is set and that is another format."""
     observe(guards[0], Kept(tuple(x.shape), x.dtype, role, low))
+    for guard in guards:
+        measure(guard, x, low)
     parsed = _parse(high)
     encoded = kernels.encode(x, _parse(low), seed)
     if low != high and any(guard.item() for guard in guards):
@@ -330,7 +335,8 @@ def guarded_projection(
 ) -> Tensor:
     """A projection on its low-cost or its recovery path.
 
-    The output is bit for bit that of the operator it stands for. The input gradient does not depend on the path (for
+    Where the recipe says how GEMMs are computed, see :mod:`gnmr_fx.gemm`. Else the output is bit for bit that of the
+    operator it stands for. The input gradient does not depend on the path (for
     linear it is bit-equal too, elsewhere up to the order of sums). The weight gradient is that of the activation as the
     path in force stores it.
 
@@ -347,11 +353,16 @@ def guarded_projection(
 
     Raises:
         DoubleBackwardError: in a backward with ``create_graph=True``.
+        NativeKernelError, UnsupportedInputError: where a recipe for GEMMs cannot be followed.
         UnsupportedTransformError: under a ``torch.func`` transform.
     """
     if isinstance(handle, Marker):
         return head_projection(kind, extra, x, w, b, offs)
+    if handle.frozen is not None:
+        return frozen_projection(kind, extra, x, w, b, offs, handle, training)
     eager = not torch.compiler.is_compiling()
+    if handle.gemms is not None:
+        return _low_precision(kind, extra, x, w, b, offs, handle, training, eager)
     out = (
         _guarded_projection(kind, extra, x, w, b, offs, handle, eager)
         if is_guardable(x, w, training)
@@ -374,20 +385,16 @@ def _guarded_projection(
 ) -> Tensor:
     layout = layout_of(x)
     source, active, stored = local_value(x), False, None
-    cast = KINDS[kind].autocast and torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64
-    dtype = torch.get_autocast_dtype(x.device.type) if cast else x.dtype
+    cast, dtype = _autocast(kind, x)
     if eager:
-        if torch._C._are_functorch_transforms_active():
-            raise UnsupportedTransformError(
-                "expected plain autograd, found a torch.func transform (grad, vmap, jvp, ...) over an operator guarded "
-                "by gnmr-fx, whose packed activation it cannot see through; call model.eval() or "
-                "gnmr_fx.uninstrument(model) for this computation"
-            )
+        _refuse_transforms()
         announce(handle.guard)
         active = bool(handle.guard)
         if handle.saver is not None:
             handle.observation.enter("all" if handle.saver.active else "projections")
         if (handle.high if active else handle.low) == "none":  # before the cast, which autocast makes once per weight
+            if active:
+                measure(handle.guard, source.detach().to(dtype), handle.low)
             handle.observation.add(Kept(tuple(stored_shape(source.shape)), dtype))
             return stock_projection(kind, extra, x, w, b, offs)
     if cast:
@@ -403,6 +410,74 @@ def _guarded_projection(
     return _Guarded.apply(x, w, b, offs, *low, *high, kind, extra, handle.low, handle.high, stored, layout)
 
 
+def _autocast(kind: str, x: Tensor) -> tuple[bool, torch.dtype]:
+    """Whether autocast casts the operands, and the dtype that the projection is computed in."""
+    cast = KINDS[kind].autocast and torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64
+    return cast, torch.get_autocast_dtype(x.device.type) if cast else x.dtype
+
+
+def _refuse_transforms() -> None:
+    if torch._C._are_functorch_transforms_active():
+        raise UnsupportedTransformError(
+            "expected plain autograd, found a torch.func transform (grad, vmap, jvp, ...) over an operator guarded "
+            "by gnmr-fx, whose packed activation it cannot see through; call model.eval() or "
+            "gnmr_fx.uninstrument(model) for this computation"
+        )
+
+
+def _low_precision(
+    kind: str,
+    extra: str,
+    x: Tensor,
+    w: Tensor,
+    b: Tensor | None,
+    offs: Tensor | None,
+    handle: Handle,
+    training: bool,
+    eager: bool,
+) -> Tensor:
+    """A projection whose recipe says how its GEMMs are computed; also under no_grad, and in ``eval()`` on one path."""
+    spec = handle.gemms[0 if training else 1]  # type: ignore[index]
+    if not training and spec.is_full:
+        return stock_projection(kind, extra, x, w, b, offs)
+    gemm.check_operands(x, w, kind)
+    cast, dtype = _autocast(kind, x)
+    source = x
+    if cast:
+        x, w, b = x.to(dtype), w.to(dtype), None if b is None else b.to(dtype)
+    keeps = torch.is_grad_enabled() and w.requires_grad
+    stores = training and keeps and not (handle.low == handle.high == "none")
+    size = stored_shape(x.shape)
+    low: Any = (None, None)
+    high: Any = (None, None)
+    seed: Any = handle.seed  # both are taken as they are now: a step may come before the backward
+    if eager:
+        _refuse_transforms()
+        seed = None if seed is None else int(seed)
+        active: Any = False
+        if training:
+            announce(handle.guard)
+            active = bool(handle.guard)
+            handle.observation.backends = gemm.backends(kind, spec, x.shape, w, x.dtype)
+        if stores:
+            low, high, _ = _encode_eager(source, x.detach().reshape(size), handle, active)
+        elif training and keeps:
+            handle.observation.add(Kept(tuple(size), dtype))
+            measure(handle.guard, x.detach(), gemm.operand_spec(spec))
+    else:
+        active = torch.ops.gnmr_fx.latch(handle.guard)
+        seed = None if seed is None else torch.ops.gnmr_fx.latch(seed)
+        if stores:
+            saved = x.detach().reshape(size)
+            low = torch.ops.gnmr_fx.save_low(saved, handle.seed, handle.low)
+            high = torch.ops.gnmr_fx.save_high(saved, handle.guard, handle.seed, handle.high, low=handle.low)
+    reports = training and keeps and not stores
+    return gemm.GuardedGemms.apply(
+        x, w, b, offs, active, handle.guard, seed, *low, *high,
+        kind, extra, spec, handle.low, handle.high, size, keeps, reports,
+    )  # fmt: skip
+
+
 def _encode_eager(
     source: Tensor, x: Tensor, handle: Handle, active: bool
 ) -> tuple[Encoded, Encoded, tuple[int, ...] | None]:
@@ -411,6 +486,7 @@ def _encode_eager(
     Shared with operators that read ``source`` too, and, where everything is stored, with whatever saves its memory.
     """
     spec, other = (handle.high, handle.low) if active else (handle.low, handle.high)
+    measure(handle.guard, x, handle.low)
     saver = handle.saver
     nothing = empty_encoded(x, _parse(other), 0)
     shared = saver.find(x, spec) if saver is not None else None

@@ -20,13 +20,14 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from gnmr_fx import kernels
 from gnmr_fx.formats import Encoded
 from gnmr_fx.physical import Physical
 from gnmr_fx.recipe import Format, at_least
 from gnmr_fx.scope import AllSaved
-from gnmr_fx.units import UNIT_KEY, Handle, Kept, Marker, Memo
+from gnmr_fx.units import UNIT_KEY, Handle, Kept, Marker, Memo, measure
 
 LOSS_HEAD = Marker.LOSS_HEAD.value
 """Why what comes after an output head is left alone."""
@@ -229,7 +230,7 @@ class Saver:
     def is_worth_it(self, x: Tensor) -> bool:
         """Whether a tensor is of a kind and size that is stored in another format."""
         return (
-            type(x) is Tensor
+            type(x) in (Tensor, FakeTensor)
             and x.is_floating_point()
             and x.dtype.itemsize > 1
             and x.dim() > 0
@@ -253,6 +254,7 @@ class Saver:
         spec = high if bool(handle.guard) else low
         physical = Physical.of(x, _parse(low))
         block = physical.block(x)
+        measure(handle.guard, block, low)
         key = block_key(block, spec)
         found = self.blocks.stored(key)
         if found is None:

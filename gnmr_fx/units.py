@@ -9,7 +9,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,10 +17,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.weak import TensorWeakRef
 
 from gnmr_fx.formats import Encoded
+from gnmr_fx.recipe import FrozenRecipe
 from gnmr_fx.scope import AllSaved
 
 HANDLE_PREFIX = "_gnmr_"
 """Modules carry their handles as plain attributes of this prefix (neither parameters nor buffers)."""
+Signal = Literal["weight", "adapters", "output"]
 UNIT_KEY = "gnmr_fx_unit"
 """Key of an autograd node's metadata under which the handle of the unit that it is part of is kept."""
 
@@ -113,7 +115,8 @@ class Observation:
     ``calls`` maps each :class:`Kept` activation to how often it was encoded in the pass under way;
     ``last`` is the same for the last whole pass; ``was_seen`` says that there was any, in this run or one resumed;
     ``recomputed``, that activation checkpointing makes some of them again inside the backward; ``scope``, what
-    was stored where the unit last ran (``"all"`` or ``"projections"``; ``""`` for a model instrumented for the latter).
+    was stored where the unit last ran (``"all"`` or ``"projections"``; ``""`` for a model instrumented for the latter);
+    ``backends``, what computes each of its GEMMs on the low-cost and on the recovery path, where a recipe says how.
     """
 
     calls: dict[Kept, int] = field(default_factory=dict)
@@ -121,6 +124,7 @@ class Observation:
     was_seen: bool = False
     recomputed: bool = False
     scope: str = ""
+    backends: tuple[tuple[str, str], ...] = ()
 
     def add(self, kept: Kept) -> None:
         """Count one encoded activation; one made by a recomputation inside a backward is not kept, and not counted."""
@@ -162,9 +166,23 @@ class Handle:
         observation: shared by all call sites of one unit.
         scope: options of scope "all"; None where only what projections read is stored.
         saver: what stores everything in eager mode; None in that scope only.
+        gemms: how GEMMs are computed in training and in ``eval()``; None where PyTorch's own are.
+        frozen: how frozen weights are kept; None under a recipe that leaves them alone.
     """
 
-    __slots__ = ("__weakref__", "guard", "high", "low", "memo", "observation", "saver", "scope", "seed")
+    __slots__ = (
+        "__weakref__",
+        "frozen",
+        "gemms",
+        "guard",
+        "high",
+        "low",
+        "memo",
+        "observation",
+        "saver",
+        "scope",
+        "seed",
+    )
 
     def __init__(
         self,
@@ -176,6 +194,8 @@ class Handle:
         observation: Observation,
         scope: AllSaved | None = None,
         saver: Any = None,
+        gemms: tuple[Any, Any] | None = None,
+        frozen: FrozenRecipe | None = None,
     ) -> None:
         self.guard = guard
         self.seed = seed
@@ -185,6 +205,8 @@ class Handle:
         self.observation = observation
         self.scope = scope
         self.saver = saver
+        self.gemms = gemms
+        self.frozen = frozen
 
 
 @dataclass(frozen=True)
@@ -199,6 +221,9 @@ class UnitSpec:
         shape: of the weight.
         sites: (path of the calling module, path of the weight from there) of every module that calls it.
         shares_input_with: names of the units that read the same tensor, where the dataflow is known.
+        signal: what its norm is the norm of: the gradient of its ``"weight"``, those of its ``"adapters"``, or that of
+            its ``"output"``.
+        adapters: path of the module whose trainable parameters are its adapters.
         note: something the user should know about it.
     """
 
@@ -211,6 +236,8 @@ class UnitSpec:
     shares_input_with: tuple[str, ...] = ()
     example_shape: tuple[int, ...] | None = None
     note: str = ""
+    signal: Signal = "weight"
+    adapters: str = ""
 
 
 @dataclass(frozen=True)
@@ -225,12 +252,14 @@ class LeftAlone:
 
 @dataclass(eq=False)
 class Unit:
-    """A unit of a live model: its spec, the module that owns its weight, its index and what it stored."""
+    """A unit of a live model: its spec, the module that owns its weight, its index, what it stored, and the module
+    whose trainable parameters are its adapters, if its signal is theirs."""
 
     spec: UnitSpec
     index: int
     module: nn.Module
     observation: Observation = field(default_factory=Observation)
+    adapters: nn.Module | None = None
 
     @property
     def name(self) -> str:
@@ -249,6 +278,13 @@ class Unit:
         while a copy of the module is being made."""
         parameter: nn.Parameter | None = self.module.__dict__.get("_parameters", {}).get(self.spec.parameter)
         return parameter
+
+    def heard(self) -> list[nn.Parameter]:
+        """The parameters whose gradients are the unit's signal, as the modules hold them now."""
+        if self.adapters is not None:
+            return [p for p in self.adapters.parameters() if p.requires_grad]
+        parameter = self.parameter if self.spec.signal == "weight" else None
+        return [] if parameter is None else [parameter]
 
     @property
     def trainable(self) -> bool:
@@ -287,8 +323,20 @@ def mark(made: Tensor, unit: Any) -> None:
 
 def _observer_of(guard: Tensor) -> tuple[Any, int]:
     """The controller that ``guard`` belongs to (None if it is gone), and the index of its unit."""
+    address, index = place_of(guard)
+    return _OBSERVERS.get(address), index
+
+
+def place_of(guard: Tensor) -> tuple[int, int]:
+    """The address of the flag vector that ``guard`` is a view of, and its index there."""
     offset = int(guard.storage_offset())
-    return _OBSERVERS.get(guard.data_ptr() - offset * guard.element_size()), offset
+    return guard.data_ptr() - offset * guard.element_size(), offset
+
+
+def unit_at(address: int, index: int) -> tuple[Any, Any]:
+    """The controller of the flag vector at that address, and its unit; (None, None) if the controller is gone."""
+    controller = _OBSERVERS.get(address)
+    return (None, None) if controller is None else (controller, controller.units[index])
 
 
 def observe(guard: Tensor, kept: Kept) -> None:
@@ -296,6 +344,26 @@ def observe(guard: Tensor, kept: Kept) -> None:
     controller, index = _observer_of(guard)
     if controller is not None:
         controller.units[index].observation.add(kept)
+
+
+def observe_backends(guard: Tensor, backends: tuple[tuple[str, str], ...]) -> None:
+    """Record what computes the GEMMs of the unit guarded by ``guard``."""
+    controller, index = _observer_of(guard)
+    if controller is not None:
+        controller.units[index].observation.backends = backends
+
+
+def measure(guard: Tensor, x: Tensor, spec: str = "") -> None:
+    """Where the controller of ``guard`` measures errors in this step, measure that of an operand of its unit.
+
+    Args:
+        guard: of the unit.
+        x: what the unit stores or multiplies: floating point, what this rank holds of it.
+        spec: the format of the low-cost path for it; ``""`` for that of saved activations.
+    """
+    controller, index = _observer_of(guard)
+    if controller is not None and controller.probe.is_open:
+        controller.probe.take(index, x, spec or str(controller.recipe.low), controller.seed)
 
 
 def announce(guard: Tensor) -> None:

@@ -17,14 +17,31 @@ from gnmr_fx import formats
 from gnmr_fx.errors import FormatError
 from gnmr_fx.recipe import Format, FormatDtype, Granularity, Rounding
 
-INT_DTYPES = ("int2", "int4", "int8")
+INT_DTYPES = ("int2", "int3", "int4", "int8")
 FP8_DTYPES = ("fp8_e4m3", "fp8_e5m2")
+FP6_DTYPES = ("fp6_e2m3", "fp6_e3m2")
+FLOAT_GRID = {"fp8_e4m3": (-6, 3), "fp8_e5m2": (-14, 2), "fp6_e2m3": (0, 3), "fp6_e3m2": (-2, 2)}
 ALL_FORMATS = [
-    Format(dtype, granularity, 32, rounding)
-    for dtype, granularity, rounding in itertools.product(
-        (*INT_DTYPES, *FP8_DTYPES), get_args(Granularity), get_args(Rounding)
-    )
-] + [Format("bf16"), Format("none")]
+    *(
+        Format(dtype, granularity, 32, rounding)
+        for dtype, granularity, rounding in itertools.product(
+            (*INT_DTYPES, *FP8_DTYPES, *FP6_DTYPES), get_args(Granularity), get_args(Rounding)
+        )
+    ),
+    *(
+        Format("int8", granularity, 32, rounding, scale, symmetric=True)
+        for granularity, rounding, scale in itertools.product(("token", "block"), get_args(Rounding), ("bf16", "fp32"))
+    ),
+    *(
+        Format(dtype, granularity, 32, "nearest", scale)
+        for dtype, granularity, scale in itertools.product(
+            ("fp8_e4m3", *FP6_DTYPES), ("group", "block"), ("fp32", "e8m0")
+        )
+    ),
+    *(Format("int4", rounding=rounding, scale="fp32") for rounding in get_args(Rounding)),
+    Format("bf16"),
+    Format("none"),
+]
 INPUT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 SHAPES = [(), (1,), (7,), (3, 64), (2, 3, 70), (5, 1), (4, 33), (0, 5), (5, 0), (0,), (2, 1, 256)]
 
@@ -36,26 +53,44 @@ def round_trip(x: Tensor, fmt: Format, seed: int = 1) -> Tensor:
 def naive_groups(x: Tensor, fmt: Format) -> Tensor:
     """``[N, g]`` in fp32, by plain loops."""
     rows = x.reshape(1, -1) if fmt.granularity == "tensor" else x.reshape(-1, x.shape[-1] if x.dim() else 1)
-    width = rows.shape[1]
-    groups = math.ceil(width / fmt.group_size) if fmt.granularity == "group" else 1
-    per_byte = 8 // fmt.bits if fmt.is_integer and fmt.bits else 1
-    size = math.ceil(math.ceil(width / groups) / per_byte) * per_byte
+    height, width = (x.shape[-2] if x.dim() > 1 else 1), rows.shape[1]
+    sized = fmt.granularity in ("group", "block")
+    groups = math.ceil(width / fmt.group_size) if sized else 1
+    packed = fmt.is_integer or fmt.is_fp6
+    together = {2: 4, 3: 8, 4: 2, 6: 4, 8: 1}[fmt.bits or 8] if packed else 1  # codes that share whole bytes
+    size = math.ceil(math.ceil(width / groups) / together) * together
     padded = torch.zeros(rows.shape[0], groups * size)
     for index, row in enumerate(rows):
         padded[index, :width] = row.float()
-    return torch.stack([part for row in padded for part in row.split(size)])
+    if fmt.granularity != "block":
+        return torch.stack([part for row in padded for part in row.split(size)])
+    tall = math.ceil(height / math.ceil(height / fmt.group_size))
+    blocks = []
+    for matrix in padded.split(height):
+        for band in matrix.split(tall):
+            whole = torch.cat([band, torch.zeros(tall - len(band), groups * size)])
+            blocks += [block.flatten() for block in whole.split(size, dim=1)]
+    return torch.stack(blocks)
 
 
 def naive_ungroup(groups: Tensor, x: Tensor, fmt: Format) -> Tensor:
     """The inverse of :func:`naive_groups`, in the shape of ``x``."""
-    rows = 1 if fmt.granularity == "tensor" else x.numel() // (x.shape[-1] if x.dim() else 1)
-    return groups.reshape(rows, -1)[:, : x.numel() // rows].reshape(x.shape)
+    place = naive_groups(torch.arange(1.0, x.numel() + 1).reshape(x.shape), fmt).long()
+    flat = groups.new_empty(x.numel())
+    flat[place[place > 0] - 1] = groups[place > 0]
+    return flat.reshape(x.shape)
+
+
+def scales_of(encoded: formats.Encoded, fmt: Format) -> Tensor:
+    """The scales as numbers, ``[N]`` float64."""
+    stored = encoded.scales[:, 0].double()
+    return torch.exp2(stored - 127) if fmt.scale == "e8m0" else stored
 
 
 def per_element(column: Tensor, x: Tensor, fmt: Format) -> Tensor:
-    """One value per group, ``[N]``, given to every element of its group, in fp32."""
+    """One value per group, ``[N]``, given to every element of its group."""
     groups = naive_groups(x, fmt)
-    return naive_ungroup(column.float()[:, None].expand_as(groups), x, fmt)
+    return naive_ungroup(column[:, None].expand_as(groups), x, fmt)
 
 
 def error_bound(x: Tensor, encoded: formats.Encoded, fmt: Format) -> Tensor:
@@ -66,15 +101,18 @@ def error_bound(x: Tensor, encoded: formats.Encoded, fmt: Format) -> Tensor:
         return torch.zeros_like(magnitude)
     if fmt.dtype == "bf16":
         return torch.finfo(torch.bfloat16).eps / 2 * magnitude + torch.finfo(torch.bfloat16).tiny
-    scale = per_element(encoded.scales[:, 0], x, fmt).double()
+    scale = per_element(scales_of(encoded, fmt), x, fmt)
     rounding = 1.0 if fmt.is_stochastic else 0.5
+    if fmt.symmetric:
+        # Half a step; a scale rounded to bfloat16 clips 127 steps by up to 2^-8.
+        return max(rounding, 127 * 2.0**-8 if fmt.scale == "bf16" else 0.0) * (1 + 1e-4) * scale + output
     if fmt.is_integer:
         # Half a step, and at the ends up to half a step for the rounded zero point and (2^bits - 1) * 2^-9 for
         # the scale rounded to bfloat16; a few units of fp32 rounding in the last place of a code.
         top = 2 ** (fmt.bits or 0) - 1
         clipped = 0.5 + top * 2.0**-9
         return max(rounding, clipped) * (1 + 1e-4) * scale + output
-    smallest, mantissa = {"fp8_e4m3": (-6, 3), "fp8_e5m2": (-14, 2)}[fmt.dtype]
+    smallest, mantissa = FLOAT_GRID[fmt.dtype]
     # A step is 2^-mantissa of the value, or that of the smallest normal; rounding the scale clips by 2^-8.
     relative = max(rounding * 2.0**-mantissa, 2.0**-8)
     return relative * 1.01 * magnitude + rounding * scale * 2.0 ** (smallest - mantissa) + output
@@ -115,9 +153,18 @@ def test_every_shape_and_dtype(fmt: Format) -> None:
     [
         ("int4/group128", (2, 256), 2 * 128 + 4 * 4),  # two codes a byte, 4 bytes of scales a group
         ("int2/token", (3, 64), 3 * 16 + 3 * 4),
+        ("int3/group128", (2, 256), 2 * 96 + 4 * 4),  # eight codes in three bytes
+        ("int3/token", (2, 130), 2 * 51 + 2 * 4),  # padded to 136
+        ("int3/tensor", (3, 64), 72 + 4),
         ("int8/tensor", (3, 64), 192 + 4),
         ("int4/group128", (2, 130), 2 * 2 * 33 + 4 * 4),  # two groups of 65, padded to 66
         ("fp8_e4m3/group128", (2, 256), 512 + 4 * 2),
+        ("fp8_e4m3/group128/nearest/fp32", (2, 256), 512 + 4 * 4),
+        ("fp6_e3m2/group128/nearest/fp32", (2, 256), 384 + 4 * 4),  # four codes in three bytes
+        ("fp6_e2m3/group32/nearest/e8m0", (2, 256), 384 + 16),
+        ("int8/token/nearest/fp32/symmetric", (3, 64), 192 + 3 * 4),
+        ("fp8_e4m3/block128/nearest/fp32", (256, 384), 256 * 384 + 6 * 4),
+        ("fp8_e4m3/block128/nearest/fp32", (2, 130, 128), 2 * 130 * 128 + 4 * 4),  # two bands of 65
         ("bf16", (3, 5), 30),
         ("none", (3, 5), 60),
         ("int4/tensor", (0, 5), 0),
@@ -160,12 +207,13 @@ def test_sizes_may_be_unknown(fmt: Format) -> None:
 def test_packing_matches_a_plain_loop(dtype: FormatDtype) -> None:
     fmt = Format(dtype, group_size=32)
     bits = fmt.bits or 0
-    per_byte = 8 // bits
+    together = {2: 4, 3: 8, 4: 2, 8: 1}[bits]
     codes = torch.randint(0, 2**bits, (5, 32))
-    half = 32 // per_byte
-    expected = [
-        [sum(int(row[j + i * half]) << (bits * i) for i in range(per_byte)) for j in range(half)] for row in codes
+    part = 32 // together
+    numbers = [
+        [sum(int(row[j + i * part]) << (bits * i) for i in range(together)) for j in range(part)] for row in codes
     ]
+    expected = [[n >> (8 * byte) & 255 for byte in range(together * bits // 8) for n in row] for row in numbers]
     packed = formats._pack(codes.float(), fmt)
     assert packed.tolist() == expected
     assert torch.equal(torch.cat(formats._unpack(packed, fmt), dim=1), codes.float())
@@ -267,6 +315,52 @@ def test_fp8_takes_the_nearest_value_there_is(dtype: FormatDtype) -> None:
     assert torch.equal((y - payload.double()).abs(), nearest)
 
 
+@pytest.mark.parametrize("dtype", FP6_DTYPES)
+def test_fp6_codes_are_those_of_the_specification(dtype: FormatDtype) -> None:
+    """All 64: sign, exponent and mantissa, as torchao reads them."""
+    formats.torchao_primitives()
+    from torchao.prototype.custom_fp_utils import _floatx_unpacked_to_f32
+
+    fmt, codes = Format(dtype, "token", scale="fp32"), torch.arange(64, dtype=torch.uint8)
+    values = _floatx_unpacked_to_f32(codes, int(dtype[5]), int(dtype[7]))
+    encoded = formats.encode(values, fmt)
+    assert encoded.scales.item() == 1.0
+    assert torch.equal(formats.decode(encoded, fmt, (64,), torch.float32), values)
+    first, second, third = encoded.payload[0].long().split(16)
+    number = first | second << 8 | third << 16
+    read = torch.cat([(number >> shift) & 63 for shift in (0, 6, 12, 18)])
+    assert torch.equal(read, torch.where(codes == 32, 0, codes).long())  # there is one zero
+
+
+@pytest.mark.parametrize("dtype", FP6_DTYPES)
+def test_mx_is_torchaos(dtype: FormatDtype) -> None:
+    formats.torchao_primitives()
+    from torchao.prototype.mx_formats.config import ScaleCalculationMode
+    from torchao.prototype.mx_formats.mx_tensor import to_dtype, to_mx
+
+    fmt = Format(dtype, "group", 32, scale="e8m0")
+    for scale in (1.0, 1e30, 1e-30):
+        x = torch.cat([torch.randn(8, 64), torch.randn(8, 64).pow(5)]) * scale
+        exponents, codes = to_mx(x, dtype, 32, ScaleCalculationMode.RCEIL)
+        encoded = formats.encode(x, fmt)
+        assert torch.equal(encoded.scales.flatten(), exponents.view(torch.uint8).flatten())
+        expected = to_dtype(codes, exponents, dtype, 32, torch.float32)
+        assert torch.equal(formats.decode(encoded, fmt, x.shape, torch.float32), expected)
+
+
+@pytest.mark.parametrize(("granularity", "block"), [("group", (1, 32)), ("block", (32, 32)), ("token", (1, 128))])
+def test_fp8_with_fp32_scales_is_torchaos_bit_for_bit(granularity: Granularity, block: tuple[int, int]) -> None:
+    ao = formats.torchao_primitives()
+    x = torch.randn(64, 128) * torch.logspace(-3, 3, 64)[:, None]
+    fmt = Format("fp8_e4m3", granularity, 32, scale="fp32")
+    scale = ao._choose_scale_float8(x, block, torch.float8_e4m3fn)
+    codes = ao._quantize_affine_float8(x, scale, torch.float8_e4m3fn)
+    assert torch.equal(
+        formats.decode(formats.encode(x, fmt), fmt, x.shape, torch.float32),
+        ao._dequantize_affine_float8(codes, scale, torch.float32),
+    )
+
+
 @pytest.mark.parametrize("rounding", get_args(Rounding))
 @pytest.mark.parametrize("dtype", ["int4", "int8"])
 def test_error_on_normal_numbers(dtype: FormatDtype, rounding: Rounding) -> None:
@@ -285,9 +379,13 @@ def test_error_on_normal_numbers(dtype: FormatDtype, rounding: Rounding) -> None
     [
         ("int8", 0.008),
         ("int4", 0.11),
+        ("int3", 0.25),
         ("int2", 0.55),
         ("fp8_e4m3", 0.03),
         ("fp8_e5m2", 0.06),
+        ("fp6_e2m3", 0.03),
+        ("fp6_e3m2", 0.06),
+        ("int8/token/nearest/fp32/symmetric", 0.012),
         ("bf16", 0.002),
     ],
 )
@@ -328,7 +426,9 @@ def test_non_finite_values_show(fmt: Format, value: float) -> None:
     for dtype in INPUT_DTYPES:
         decoded = formats.decode(encoded, fmt, x.shape, dtype)
         in_group = torch.zeros(4, 64, dtype=torch.bool)
-        in_group[{"tensor": slice(None), "token": 1, "group": (1, slice(32, None))}[fmt.granularity]] = True  # type: ignore[index]
+        last = slice(-(-64 // fmt.group_size) * fmt.group_size - fmt.group_size, None) if fmt.group_size else None
+        where = {"tensor": slice(None), "token": 1, "group": (1, last), "block": (slice(None), last)}
+        in_group[where[fmt.granularity]] = True  # type: ignore[index]
         assert torch.equal(decoded.isnan(), in_group)
 
 
