@@ -169,7 +169,7 @@ class WithAdapter(nn.Module):
     def __init__(self, inner: nn.Linear, rank: int = 2) -> None:
         super().__init__()
         self.inner = inner.requires_grad_(False)
-        self.a = nn.Parameter(torch.randn(rank, inner.in_features))
+        self.a = nn.Parameter(torch.randn(rank, inner.in_features) / inner.in_features)
         self.b = nn.Parameter(torch.randn(inner.out_features, rank))
 
     def forward(self, x: Tensor) -> Tensor:
