@@ -39,6 +39,8 @@ _NOT_PROJECTIONS: tuple[tuple[type | tuple[type, ...], str, str], ...] = (
 )
 _SILENT = (nn.Embedding, nn.EmbeddingBag, nn.LayerNorm, nn.RMSNorm, parametrize.ParametrizationList)
 """Modules whose weights are not multiplied with at all."""
+_CONTAINERS = (nn.ParameterList, nn.ParameterDict)
+"""Modules that have no forward: what they hold is used by the module that holds them."""
 
 
 def find(plan: Plan) -> Plan:
@@ -96,7 +98,8 @@ def _look(model: nn.Module) -> tuple[list[Finding], list[LeftAlone]]:
             reason = unfit(parameter) or _computed(module, name)
             if parameter.dim() >= 2 and reason:
                 left.append(LeftAlone(_unit_name(path, name), "", tuple(parameter.shape), reason))
-        findings += _look_at(path, module)
+        if not isinstance(module, _CONTAINERS):
+            findings += _look_at(path, module)
     return findings, left
 
 
@@ -108,9 +111,7 @@ def _computed(module: nn.Module, parameter: str) -> str:
 
 def _look_at(path: str, module: nn.Module) -> list[Finding]:
     own = [
-        name
-        for name, p in module.named_parameters(recurse=False)
-        if p.dim() >= 2 and not unfit(p) and not _computed(module, name)
+        name for name, p in _own_parameters(module) if p.dim() >= 2 and not unfit(p) and not _computed(module, name)
     ]
     if own:
         graph = trace_site(module)
@@ -118,6 +119,14 @@ def _look_at(path: str, module: nn.Module) -> list[Finding]:
             return list(_findings_in(path, module, graph))
     reached = [*own, *(w for w in children_weights_in_code(module) if w not in own)]
     return [Finding(path, weight, "") for weight in reached]
+
+
+def _own_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Parameters that ``module`` holds itself, or in a list or mapping of parameters, with their paths."""
+    yield from module.named_parameters(recurse=False)
+    for name, child in module.named_children():
+        if isinstance(child, _CONTAINERS):
+            yield from child.named_parameters(prefix=name, recurse=False)
 
 
 def _findings_in(path: str, module: nn.Module, graph: fx.Graph) -> Iterator[Finding]:
@@ -146,8 +155,8 @@ def _merge_captured(plan: Plan, findings: list[Finding]) -> tuple[list[Finding],
         operator = operators.pop((finding.site, paths[id(weight)]), None)
         if operator is not None or finding.traced is not None:
             confirmed.append(replace(finding, operator=operator or finding.operator))
-        elif "." not in finding.weight:
-            name = _unit_name(finding.site, finding.weight)
+        elif any(finding.weight == own for own, _ in _own_parameters(plan.model.get_submodule(finding.site))):
+            name = _join(finding.site, finding.weight).removesuffix(".weight")
             left.append(LeftAlone(name, "", tuple(weight.shape), "no projection reads it in the captured forward"))
     for (site, weight_path), operator in operators.items():
         below = weight_path.removeprefix(f"{site}.") if site else weight_path
