@@ -155,7 +155,9 @@ def run(model: nn.Module, batch: Mapping[str, Any], call: Callable[..., Any] | N
     return Pass(loss.detach().clone(), [t.detach().clone() for t in floats], grads)
 
 
-def train(model: nn.Module, batch: Mapping[str, Any], steps: int, call: Callable[..., Any] | None = None) -> list[float]:
+def train(
+    model: nn.Module, batch: Mapping[str, Any], steps: int, call: Callable[..., Any] | None = None
+) -> list[float]:
     """Losses of ``steps`` steps of AdamW."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     losses = []
@@ -364,7 +366,9 @@ class Check:
             raise Difference(problem)
         lost = sorted(self.guarded - {unit.name for unit in self.controller.units if unit.observation.seen})
         if lost:
-            raise Difference(f"{len(lost)} of {len(self.guarded)} units are not guarded when compiled: {', '.join(lost[:3])}")
+            raise Difference(
+                f"{len(lost)} of {len(self.guarded)} units are not guarded when compiled: {', '.join(lost[:3])}"
+            )
 
     def _blame_stock(self, error: Exception) -> None:
         """Raise ``error``, unless the stock model fails under torch.compile as well."""
@@ -412,7 +416,9 @@ def measure(architecture: Architecture, backend: str) -> Row:
 # All of them ----------------------------------------------------------------------------------------------------------
 
 
-def sweep(chosen: Sequence[Architecture], backend: str, jobs: int, limit: float, verbose: bool = False) -> Iterator[Row]:
+def sweep(
+    chosen: Sequence[Architecture], backend: str, jobs: int, limit: float, verbose: bool = False
+) -> Iterator[Row]:
     """Rows in the order they are done, each from a process of its own that ends after ``limit`` seconds."""
     context = multiprocessing.get_context("fork")  # transformers and torch are imported once
     _warm_up(backend)

@@ -77,7 +77,9 @@ SIZES: Mapping[str, int] = {
     for name in names.split()
 }  # fmt: skip
 
-STAGES = frozenset(("depths", "num_block_repeats", "stage_num_blocks", "stage_numb_of_layers", "depth", "n_attn_blocks"))
+STAGES = frozenset(
+    ("depths", "num_block_repeats", "stage_num_blocks", "stage_numb_of_layers", "depth", "n_attn_blocks")
+)
 """Fields that hold the number of layers in each stage."""
 WIDTHS = frozenset((
     "hidden_sizes", "embed_dims", "stage_in_channels", "stage_mid_channels", "stage_out_channels", "neck_hidden_sizes",
@@ -92,8 +94,14 @@ RATES = ("drop", "jitter", "mask_time_prob", "mask_feature_prob", "apply_spec_au
 FILLED = ("head_dim", "num_key_value_heads", "num_experts_per_tok", "n_routed_experts", "vocab_size")
 """Fields without which no model can be built, even where their default is None."""
 
-_WINDOWS = {"embed_dim": 16, "num_heads": (1, 2, 4, 8), "depths": (1, 1, 1, 1), "image_size": 64, "patch_size": 2,
-            "window_size": 4}
+_WINDOWS = {
+    "embed_dim": 16,
+    "num_heads": (1, 2, 4, 8),
+    "depths": (1, 1, 1, 1),
+    "image_size": 64,
+    "patch_size": 2,
+    "window_size": 4,
+}
 _ATTENTION_AT_1 = {"attn_layer_period": 2, "attn_layer_offset": 1}
 SPECIAL: Mapping[str, Mapping[str, Any]] = {
     "albert": {"num_hidden_layers": 2},  # one layer, run twice
@@ -222,7 +230,7 @@ def _layers(fields: Mapping[str, Any]) -> dict[str, Any]:
         }
         if not lists:
             continue
-        kinds = list(zip(*map(lambda v: map(str, v), lists.values()), strict=True))
+        kinds = list(zip(*(map(str, value) for value in lists.values()), strict=True))
         chosen = sorted({kind: kinds.index(kind) for kind in kinds}.values())
         return {depth: len(chosen)} | {name: [value[at] for at in chosen] for name, value in lists.items()}
     return {}

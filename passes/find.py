@@ -10,7 +10,7 @@ every weight of two or more dimensions that a module's own code may multiply wit
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 
@@ -21,7 +21,7 @@ from torch.nn.utils import parametrize
 from gnmr_fx.errors import LazyParameterError, NoRecoverableOperatorError, PatternError
 from gnmr_fx.passes.plan import Finding, Plan, weight_paths
 from gnmr_fx.passes.trace import children_weights_in_code, graph_calls, operator_name_of, trace_site, unfit, weight_of
-from gnmr_fx.projections import Call
+from gnmr_fx.projections import Call, is_projection
 from gnmr_fx.units import LeftAlone, UnitSpec
 
 HEAD_NAMES = frozenset({
@@ -77,6 +77,7 @@ def _look(model: nn.Module) -> tuple[list[Finding], list[LeftAlone]]:
     """What each module's own code does with weights."""
     findings: list[Finding] = []
     left: list[LeftAlone] = []
+    sites: list[tuple[str, nn.Module, list[str], fx.Graph | None]] = []
     for path, module in model.named_modules():
         if isinstance(module, _SILENT):
             continue
@@ -99,8 +100,21 @@ def _look(model: nn.Module) -> tuple[list[Finding], list[LeftAlone]]:
             if parameter.dim() >= 2 and reason:
                 left.append(LeftAlone(_unit_name(path, name), "", tuple(parameter.shape), reason))
         if not isinstance(module, _CONTAINERS):
-            findings += _look_at(path, module)
+            own = [n for n, p in _own_parameters(module) if p.dim() >= 2 and not unfit(p) and not _computed(module, n)]
+            sites.append((path, module, own, trace_site(module) if own else None))
+    handed = {id(module.get_parameter(n)) for _, module, own, graph in sites for n in _handed(own, graph)}
+    for path, module, own, graph in sites:
+        findings += _look_at(path, module, own, graph, handed)
     return findings, left
+
+
+def _handed(own: Sequence[str], graph: fx.Graph | None) -> set[str]:
+    """Weights among ``own`` that a traced forward with products does not read: if at all, it gets them as arguments."""
+    if graph is None or not any(
+        n.op in ("call_function", "call_method") and is_projection(n.target) for n in graph.nodes
+    ):
+        return set()
+    return set(own) - {str(node.target) for node in graph.nodes if node.op == "get_attr"}
 
 
 def _computed(module: nn.Module, parameter: str) -> str:
@@ -109,16 +123,14 @@ def _computed(module: nn.Module, parameter: str) -> str:
     return f"{weight} is computed from it before each forward" if isinstance(vars(module).get(weight), Tensor) else ""
 
 
-def _look_at(path: str, module: nn.Module) -> list[Finding]:
-    own = [
-        name for name, p in _own_parameters(module) if p.dim() >= 2 and not unfit(p) and not _computed(module, name)
-    ]
-    if own:
-        graph = trace_site(module)
-        if graph is not None:
-            return list(_findings_in(path, module, graph))
-    reached = [*own, *(w for w in children_weights_in_code(module) if w not in own)]
-    return [Finding(path, weight, "") for weight in reached]
+def _look_at(
+    path: str, module: nn.Module, own: Sequence[str], graph: fx.Graph | None, handed: set[int]
+) -> list[Finding]:
+    reached = children_weights_in_code(module, handed)
+    passes_on = any(id(module.get_parameter(weight)) in handed for weight in reached)
+    if graph is not None and not passes_on:
+        return list(_findings_in(path, module, graph))
+    return [Finding(path, weight, "") for weight in (*own, *(w for w in reached if w not in own))]
 
 
 def _own_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:

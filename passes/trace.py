@@ -5,7 +5,7 @@ from __future__ import annotations
 import dis
 import inspect
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -169,10 +169,14 @@ def _reads_tensor_or_module(module: nn.Module, instruction: dis.Instruction) -> 
     return name in module._parameters or name in module._buffers or name in module._modules
 
 
-def children_weights_in_code(module: nn.Module) -> list[str]:
+def children_weights_in_code(module: nn.Module, handed: Container[int] = ()) -> list[str]:
     """Weights of descendants that the module's own code reads directly, such as ``self.dt_proj.weight``.
 
     Found in the bytecode of ``forward`` and of the methods it calls on ``self``, where that code multiplies at all.
+
+    Args:
+        module: whose code is read.
+        handed: ids of parameters that their own modules get as arguments: who reads these passes them on.
     """
     found: list[str] = []
     multiplies = False
@@ -187,7 +191,7 @@ def children_weights_in_code(module: nn.Module) -> list[str]:
                 path = _attribute_chain(module, instructions[index + 1 :])
                 if path is not None and path not in found:
                     found.append(path)
-    return found if multiplies else []
+    return [path for path in found if multiplies or id(module.get_parameter(path)) in handed]
 
 
 def _attribute_chain(module: nn.Module, instructions: Sequence[dis.Instruction]) -> str | None:

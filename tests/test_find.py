@@ -19,6 +19,7 @@ from tests.toys import (
     Branching,
     ChildWeight,
     Ellipsis_,
+    Experts,
     NumberedChildren,
     OwnParameters,
     ParameterContainers,
@@ -163,6 +164,13 @@ def test_children_in_a_list_whose_weights_are_read():
     plan = found(nn.Sequential(NumberedChildren()), torch.randn(2, 8))
     assert names(plan) == ["0.experts.0", "0.experts.1"]
     assert ("0", "experts.0.weight") in plan.units[0].sites
+
+
+@pytest.mark.parametrize("inputs", [None, torch.randn(2, 8)])
+def test_a_weight_that_is_handed_to_its_own_module_is_taken_where_it_is_read(inputs):
+    plan = found(nn.Sequential(Experts()), inputs)
+    assert names(plan) == ["0.mlp.w"]
+    assert plan.units[0].sites == (("0", "mlp.w"),)
 
 
 @pytest.mark.parametrize("inputs", [None, torch.randn(2, 8)])

@@ -24,6 +24,7 @@ from tests.toys import (
     Branching,
     ChildWeight,
     Ellipsis_,
+    Experts,
     NumberedChildren,
     OwnParameters,
     ParameterContainers,
@@ -192,7 +193,7 @@ def test_compiled_forwards_are_cached_by_content():
 
 
 @pytest.mark.parametrize("backend", [None, "aot_eager"])
-@pytest.mark.parametrize("kind", [ParameterContainers, NumberedChildren, StaticHelper])
+@pytest.mark.parametrize("kind", [ParameterContainers, NumberedChildren, StaticHelper, Experts])
 def test_weights_in_containers_and_of_children_are_guarded(kind: type[nn.Module], backend: str | None) -> None:
     model, x = kind(), torch.randn(4, 8)
     stock = copy.deepcopy(model)

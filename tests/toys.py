@@ -119,6 +119,31 @@ class StaticHelper(nn.Module):
         return self.product(x, self.table.weight.reshape(x.shape[-1], -1))
 
 
+class Expert(nn.Module):
+    """Holds weights, and multiplies with those that it is handed."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(2 * width, width))
+
+    def forward(self, x: Tensor, w: Tensor) -> Tensor:
+        return x.matmul(w.t())
+
+
+class Experts(nn.Module):
+    """Hands slices of a child's weight to that child."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.mlp = Expert(width)
+
+    def forward(self, x: Tensor, count: int = 2) -> Tensor:
+        w = self.mlp.w.view(2, -1, x.shape[-1])
+        for i in range(count):
+            x = torch.tanh(self.mlp(x, w[i]))
+        return x
+
+
 class Block(nn.Module):
     """Two readers of one tensor, then a third."""
 
