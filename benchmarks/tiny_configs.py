@@ -1,7 +1,7 @@
 """Shrunken configurations for the architectures of transformers, and inputs for the models they make.
 
-transformers' own script for tiny models takes its sizes from the test suite, which is not installed. Here they come from
-the names of a configuration's fields: :data:`SIZES` says how small each is made, fields that it does not name keep
+transformers' own script for tiny models takes its sizes from the test suite, which is not installed. Here they come
+from the names of a configuration's fields: :data:`SIZES` says how small each is made, fields that it does not name keep
 their default, and :data:`SPECIAL` holds what one kind of configuration needs besides. Sub-configurations are shrunk in
 the same way.
 """
@@ -24,58 +24,115 @@ FIRST_TOKEN, LAST_TOKEN = 16, 96
 SIZES: Mapping[str, int] = {
     name: size
     for size, names in (
-        (HIDDEN, "hidden_size d_model n_embd emb_dim dim d_embed embedding_size embed_dim hidden_dim word_embed_proj_dim "
-                 "conv_dim hidden_size_per_layer_input out_hidden_size lru_width entity_emb_size attention_hidden_size "
-                 "input_embedding_size output_embedding_size pronunciation_embed_dim shape_embed_dim d_latents "
-                 "vision_output_dim projector_input_dim projector_output_dim output_dim embedding_dim encoder_hidden_size "
-                 "hidden_size_global projection_dim projection_size pooler_output_size prediction_head_size ple_embed_dim "
-                 "decoder_hidden_size audio_hidden_size cross_attention_hidden_size "
-                 "encoder_hash_byte_group_vocab "),
-        (INNER, "intermediate_size ffn_dim d_ff encoder_ffn_dim decoder_ffn_dim d_inner n_inner dim_ff dff ffn_hidden_size "
-                "moe_intermediate_size shared_expert_intermediate_size intermediate_size_mlp dense_intermediate_size "
-                "expert_ffn_hidden_size moe_shared_expert_intermediate_size feed_forward_size mlp_dim prompt_mid_dim "
-                "shared_intermediate_size expert_intermediate_size t2u_encoder_ffn_dim t2u_decoder_ffn_dim "
-                "speech_encoder_intermediate_size"),
-        (HEADS, "num_attention_heads num_heads n_head n_heads encoder_attention_heads decoder_attention_heads "
-                "attention_heads num_decoder_attention_heads num_encoder_attention_heads swa_num_attention_heads "
-                "index_n_heads num_self_attention_heads num_cross_attention_heads conf_num_attention_heads "
-                "speech_encoder_attention_heads t2u_encoder_attention_heads t2u_decoder_attention_heads "
-                "linear_num_value_heads linear_num_heads o_groups"),
-        (2, "num_key_value_heads num_kv_heads kv_n_heads swa_num_key_value_heads linear_num_key_heads "
-            "num_global_key_value_heads"),
-        (HEAD_DIM, "head_dim v_head_dim d_kv d_head swa_head_dim linear_key_head_dim linear_value_head_dim linear_head_dim "
-                   "dim_head kv_channels attention_head_size index_head_dim global_head_dim query_pre_attn_scalar "
-                   "qk_nope_head_dim kv_lora_rank q_lora_rank o_lora_rank laurel_rank adapter_rank gated_norm_rank "
-                   "hc_lowrank loop_gate_rank d_rel router_hidden_size embedding_rank"),
-        (8, "qk_rope_head_dim rotary_dim"),
-        (24, "qk_head_dim"),
-        (LAYERS, "num_hidden_layers num_layers n_layer n_layers encoder_layers decoder_layers num_encoder_layers "
-                 "num_decoder_layers num_blocks depth speech_encoder_layers t2u_encoder_layers t2u_decoder_layers "
-                 "conf_num_hidden_layers num_layers_per_stack num_self_attends_per_block n_input_layers n_recurrent_layers "
-                 "n_output_layers"),
-        (EXPERTS, "num_experts num_local_experts n_routed_experts moe_num_experts zero_expert_num"),
-        (CHOSEN, "num_experts_per_tok moe_topk moe_top_k moe_k num_experts_per_token top_k"),
-        (1, "n_group topk_group num_mtp_layers num_nextn_predict_layers n_shared_experts num_shared_experts "
+        (
+            HIDDEN,
+            "hidden_size d_model n_embd emb_dim dim d_embed embedding_size embed_dim hidden_dim word_embed_proj_dim "
+            "conv_dim hidden_size_per_layer_input out_hidden_size lru_width entity_emb_size attention_hidden_size "
+            "input_embedding_size output_embedding_size pronunciation_embed_dim shape_embed_dim d_latents "
+            "vision_output_dim projector_input_dim projector_output_dim output_dim embedding_dim encoder_hidden_size "
+            "hidden_size_global projection_dim projection_size pooler_output_size prediction_head_size ple_embed_dim "
+            "decoder_hidden_size audio_hidden_size cross_attention_hidden_size encoder_hash_byte_group_vocab",
+        ),
+        (
+            INNER,
+            "intermediate_size ffn_dim d_ff encoder_ffn_dim decoder_ffn_dim d_inner n_inner dim_ff dff "
+            "ffn_hidden_size moe_intermediate_size shared_expert_intermediate_size intermediate_size_mlp "
+            "dense_intermediate_size expert_ffn_hidden_size moe_shared_expert_intermediate_size feed_forward_size "
+            "mlp_dim prompt_mid_dim shared_intermediate_size expert_intermediate_size t2u_encoder_ffn_dim "
+            "t2u_decoder_ffn_dim speech_encoder_intermediate_size",
+        ),
+        (
+            HEADS,
+            "num_attention_heads num_heads n_head n_heads encoder_attention_heads decoder_attention_heads "
+            "attention_heads num_decoder_attention_heads num_encoder_attention_heads swa_num_attention_heads "
+            "index_n_heads num_self_attention_heads num_cross_attention_heads conf_num_attention_heads "
+            "speech_encoder_attention_heads t2u_encoder_attention_heads t2u_decoder_attention_heads "
+            "linear_num_value_heads linear_num_heads o_groups",
+        ),
+        (
+            2,
+            "num_key_value_heads num_kv_heads kv_n_heads swa_num_key_value_heads linear_num_key_heads "
+            "num_global_key_value_heads",
+        ),
+        (
+            HEAD_DIM,
+            "head_dim v_head_dim d_kv d_head swa_head_dim linear_key_head_dim linear_value_head_dim linear_head_dim "
+            "dim_head kv_channels attention_head_size index_head_dim global_head_dim query_pre_attn_scalar "
+            "qk_nope_head_dim kv_lora_rank q_lora_rank o_lora_rank laurel_rank adapter_rank gated_norm_rank "
+            "hc_lowrank loop_gate_rank d_rel router_hidden_size embedding_rank",
+        ),
+        (
+            8,
+            "qk_rope_head_dim rotary_dim",
+        ),
+        (
+            24,
+            "qk_head_dim",
+        ),
+        (
+            LAYERS,
+            "num_hidden_layers num_layers n_layer n_layers encoder_layers decoder_layers num_encoder_layers "
+            "num_decoder_layers num_blocks depth speech_encoder_layers t2u_encoder_layers t2u_decoder_layers "
+            "conf_num_hidden_layers num_layers_per_stack num_self_attends_per_block n_input_layers n_recurrent_layers "
+            "n_output_layers",
+        ),
+        (
+            EXPERTS,
+            "num_experts num_local_experts n_routed_experts moe_num_experts zero_expert_num",
+        ),
+        (
+            CHOSEN,
+            "num_experts_per_tok moe_topk moe_top_k moe_k num_experts_per_token top_k",
+        ),
+        (
+            1,
+            "n_group topk_group num_mtp_layers num_nextn_predict_layers n_shared_experts num_shared_experts "
             "moe_num_shared_experts decoder_sparse_step encoder_sparse_step mamba_n_groups n_groups mamba_ngroups "
-            "interleave_moe_layer_step no_rope_layer_interval num_sparse_encoder_layers num_sparse_decoder_layers"),
-        (0, "first_k_dense_replace moe_layer_start_index num_dense_layers"),  # the layers there are have experts
-        (VOCABULARY, "vocab_size src_vocab_size tgt_vocab_size decoder_vocab_size entity_vocab_size pronunciation_vocab_size "
-                     "shape_vocab_size vocab_size_per_layer_input char_vocab_size t2u_vocab_size unit_hifi_gan_vocab_size "
-                     "audio_vocab_size unpadded_vocab_size codebook_size ngram_vocab_size_base"),
-        (64, "max_position_embeddings n_positions n_ctx max_seq_len max_source_positions max_target_positions context_length "
-             "max_encoder_position_embeddings max_decoder_position_embeddings max_2d_position_embeddings "
-             "original_max_position_embeddings num_position_embeddings num_latents num_landmarks "
-             "segment_means_seq_len"),
-        (8, "sliding_window sliding_window_size attention_chunk_size attention_window local_attention window_size "
-            "attention_window_size keep_window_size index_topk local_attention_window_len rel_extent"),
-        (HEAD_DIM, "state_size mamba_d_state ssm_state_size mamba_d_head mamba_head_dim"),
-        (8, "mamba_n_heads mamba_num_heads n_mamba_heads time_step_rank mamba_dt_rank chunk_size mamba_chunk_size "
-            "index_block_size"),
-        (IMAGE, "image_size"),
-        (8, "patch_size"),
+            "interleave_moe_layer_step no_rope_layer_interval num_sparse_encoder_layers num_sparse_decoder_layers",
+        ),
+        (  # the layers there are have experts
+            0,
+            "first_k_dense_replace moe_layer_start_index num_dense_layers",
+        ),
+        (
+            VOCABULARY,
+            "vocab_size src_vocab_size tgt_vocab_size decoder_vocab_size entity_vocab_size pronunciation_vocab_size "
+            "shape_vocab_size vocab_size_per_layer_input char_vocab_size t2u_vocab_size unit_hifi_gan_vocab_size "
+            "audio_vocab_size unpadded_vocab_size codebook_size ngram_vocab_size_base",
+        ),
+        (
+            64,
+            "max_position_embeddings n_positions n_ctx max_seq_len max_source_positions max_target_positions "
+            "context_length max_encoder_position_embeddings max_decoder_position_embeddings "
+            "max_2d_position_embeddings original_max_position_embeddings num_position_embeddings num_latents "
+            "num_landmarks segment_means_seq_len",
+        ),
+        (
+            8,
+            "sliding_window sliding_window_size attention_chunk_size attention_window local_attention window_size "
+            "attention_window_size keep_window_size index_topk local_attention_window_len rel_extent",
+        ),
+        (
+            HEAD_DIM,
+            "state_size mamba_d_state ssm_state_size mamba_d_head mamba_head_dim",
+        ),
+        (
+            8,
+            "mamba_n_heads mamba_num_heads n_mamba_heads time_step_rank mamba_dt_rank chunk_size mamba_chunk_size "
+            "index_block_size",
+        ),
+        (
+            IMAGE,
+            "image_size",
+        ),
+        (
+            8,
+            "patch_size",
+        ),
     )
     for name in names.split()
-}  # fmt: skip
+}
+"""Name of a field -> what it is at most."""
 
 STAGES = frozenset(
     ("depths", "num_block_repeats", "stage_num_blocks", "stage_numb_of_layers", "depth", "n_attn_blocks")
@@ -130,8 +187,8 @@ SPECIAL: Mapping[str, Mapping[str, Any]] = {
     "hgnet_v2": {"stage_in_channels": (48, 32, 128, 256)},
     "hrm_text": {"num_hidden_layers": 1, "num_layers_per_stack": None},
     "jamba": {"num_hidden_layers": 2, **_ATTENTION_AT_1, "mamba_dt_rank": 8},
-    "levit": {"image_size": 64, "patch_size": 16, "hidden_sizes": (32, 64, 64), "num_attention_heads": (2, 4, 4), "depths": (1, 1, 1),
-              "key_dim": (8, 8, 8)},
+    "levit": {"image_size": 64, "patch_size": 16, "hidden_sizes": (32, 64, 64), "num_attention_heads": (2, 4, 4),
+              "depths": (1, 1, 1), "key_dim": (8, 8, 8)},
     "lfm2_moe": {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]},
     "longcat_flash": {"head_dim": 8},
     "mllama_text_model": {"num_key_value_heads": 4},
@@ -141,8 +198,9 @@ SPECIAL: Mapping[str, Mapping[str, Any]] = {
     "qwen4_exp_text": {"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": HEAD_DIM, "indexer_budget": 8,
                        "indexer_compress_ratio": 4},
     "recurrent_gemma": {"num_hidden_layers": 2, "block_types": ("recurrent", "attention")},
-    "reformer": {"num_hidden_layers": 2, "axial_pos_shape": (4, 4), "axial_pos_embds_dim": (32, 32), "local_attn_chunk_length": 4,
-                 "lsh_attn_chunk_length": 4, "attn_layers": ("local", "lsh"), "num_buckets": 4, "num_hashes": 1},
+    "reformer": {"num_hidden_layers": 2, "axial_pos_shape": (4, 4), "axial_pos_embds_dim": (32, 32),
+                 "local_attn_chunk_length": 4, "lsh_attn_chunk_length": 4, "attn_layers": ("local", "lsh"),
+                 "num_buckets": 4, "num_hashes": 1},
     "rwkv": {"num_hidden_layers": 2},
     "shieldgemma2": {"yes_token_index": FIRST_TOKEN, "no_token_index": FIRST_TOKEN + 1},
     "swin": _WINDOWS,
@@ -150,13 +208,14 @@ SPECIAL: Mapping[str, Mapping[str, Any]] = {
     "textnet": {"hidden_sizes": (64, 16, 16, 32, 32), "image_size": (64, 64)},
     "xlstm": {"chunk_size": 16, "mode": "train", "autocast_kernel_dtype": "float32"},
     "xmod": {"default_language": "en_XX"},
-    "zamba": {"attention_hidden_size": 2 * HIDDEN, "attention_head_dim": 2 * HEAD_DIM, "layers_block_type": ["linear_attention", "hybrid"] * 2, "num_hidden_layers": 4},
+    "zamba": {"attention_hidden_size": 2 * HIDDEN, "attention_head_dim": 2 * HEAD_DIM, "num_hidden_layers": 4,
+              "layers_block_type": ["linear_attention", "hybrid"] * 2},
 }  # fmt: skip
 """Model type -> fields, where the sizes above do not fit together."""
 
 
 def shrink(default: Any, more: Mapping[str, Any] | None = None) -> Any:
-    """The configuration of the kind of ``default`` that makes the smallest model; ``more`` fields have the last word."""
+    """A configuration of the kind of ``default`` for a tiny model; ``more`` fields have the last word."""
     kind = type(default)
     untouched = kind()
     special = {**SPECIAL.get(default.model_type, {}), **(more or {})}
@@ -264,7 +323,7 @@ def inputs(model: nn.Module, task: str) -> dict[str, Any]:
 
 
 def _tokens(model: nn.Module, config: Any) -> Tensor:
-    embeddings: Any = model.get_input_embeddings()
+    embeddings = model.get_input_embeddings()  # type: ignore[operator]
     known = getattr(embeddings, "num_embeddings", VOCABULARY)
     length = config.max_position_embeddings if config.model_type == "perceiver" else LENGTH  # it takes no other length
     return torch.randint(min(FIRST_TOKEN, known // 4), min(LAST_TOKEN, known), (BATCH, length))

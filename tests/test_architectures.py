@@ -121,6 +121,12 @@ def test_a_weight_that_is_in_no_table_is_found(script: ModuleType, monkeypatch: 
     assert "query" in row.reason
 
 
+def test_a_model_without_projections_says_so(script: ModuleType) -> None:
+    row = script.measure(named(script, "image-classification/mobilenet_v2"), "aot_eager")
+    assert (row.status, row.stage) == ("no projection", "instrument")
+    assert "a convolution is not a projection" in row.reason
+
+
 def test_a_model_that_does_not_train_is_excluded(script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     def build(*_: Any) -> Any:
         raise ImportError("needs another library\nand a long story")
@@ -162,7 +168,7 @@ def test_a_crash_and_a_hang_are_rows(
     capsys.readouterr()
     script.main(["--json", str(path), "--show"])
     shown = capsys.readouterr().out
-    assert "| all | 3 | 0 | 3 | 1 | 33.3% |" in shown
+    assert "| all | 3 | 0 | 3 | 1 | 0 | 2 | 33.3% |" in shown
     assert "opt 5 of 6." in shown
     assert "| causal-lm/gpt2 |  | the process ended with code 3 |" in shown
 
