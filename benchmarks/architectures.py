@@ -3,7 +3,8 @@
     python benchmarks/architectures.py                          # all; goes on where an earlier run stopped
     python benchmarks/architectures.py --only 'causal-lm/*' --jobs 2 --backend inductor
     python benchmarks/architectures.py --only '*/mamba' --again # measure anew
-    python benchmarks/architectures.py --show                   # the table of what was measured, in Markdown
+    python benchmarks/architectures.py --backend none           # a quick look: eager mode only
+    python benchmarks/architectures.py --show --doc docs/architectures.md     # the table of what was measured
 
 Takes the classes that transformers names for causal and masked language modelling, for sequence-to-sequence models and
 for image classification, each with a shrunken configuration (``tiny_configs.py``), in fp32 on the CPU and without
@@ -27,6 +28,7 @@ Models of convolutions only have no projection: ``instrument`` raises an error t
 from __future__ import annotations
 
 import argparse
+import contextlib
 import copy
 import fnmatch
 import functools
@@ -59,8 +61,11 @@ from tqdm import tqdm
 import gnmr_fx
 from gnmr_fx.instrument import ModelController
 
+NONE = "none"
+"""In place of a backend: the stages in eager mode only, and without a captured graph. A quick look at all."""
 RECIPE = "saved-int4-bf16"
 """Its recovery path keeps the activation as it is."""
+MARKER = "<!-- below: what --show prints -->"
 ROUNDING = 1e-4
 """Largest difference of a gradient, in units of the largest gradient: fp32 sums in another order, through the model."""
 
@@ -96,6 +101,7 @@ class Row:
         left_alone: reason -> how many of those weights.
         note: what is worth knowing of one that passes.
         graphs: graphs that torch.compile made.
+        backend: of torch.compile; ``"none"``: not compiled, and instrumented without a captured graph.
         sources: a hash of the sources of gnmr-fx that it was measured with.
     """
 
@@ -113,6 +119,7 @@ class Row:
     graphs: int = 0
     seconds: float = 0.0
     sources: str = ""
+    backend: str = ""
 
 
 class Excluded(Exception):
@@ -263,6 +270,8 @@ class Check:
             self.compile,
             self.uninstrument,
         ):
+            if stage == self.compile and self.backend == NONE:
+                continue
             self.row.stage = stage.__name__
             stage()
         self.row.status, self.row.stage = "pass", ""
@@ -292,7 +301,10 @@ class Check:
     def instrument(self) -> None:
         """``gnmr_fx.instrument``, with nothing but a recipe."""
         self.fresh = copy.deepcopy(self.model)
-        gnmr_fx.instrument(self.model, RECIPE, max_active=0.25)
+        with contextlib.ExitStack() as stack:
+            if self.backend == NONE:  # as a model that Dynamo cannot capture
+                stack.enter_context(mock.patch("gnmr_fx.passes.capture.inputs_from_config", return_value=None))
+            gnmr_fx.instrument(self.model, RECIPE, max_active=0.25)
         self.row.units = len(self.controller.units)
 
     @property
@@ -407,7 +419,7 @@ class Check:
 
 def measure(architecture: Architecture, backend: str) -> Row:
     """The row of one architecture."""
-    row = Row(**asdict(architecture), sources=sources())
+    row = Row(**asdict(architecture), sources=sources(), backend=backend)
     start = time.perf_counter()
     try:
         Check(row, backend).all()
@@ -508,23 +520,29 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Measure what is not measured yet; or show."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="*", default=["*"], metavar="GLOB", help="on task/model_type or its class")
-    parser.add_argument("--backend", default="aot_eager", help="of torch.compile")
+    parser.add_argument("--backend", default="aot_eager", help='of torch.compile; "none": eager mode only')
     parser.add_argument("--jobs", type=int, default=1, help="processes at a time")
     parser.add_argument("--limit", type=float, default=300, help="seconds for one architecture")
     parser.add_argument("--json", type=Path, default=Path("out/architectures.jsonl"), help="rows are appended to it")
     parser.add_argument("--again", action="store_true", help="measure those again that have a row")
     parser.add_argument("--failed", action="store_true", help="measure those again that did not pass")
     parser.add_argument("--show", action="store_true", help="measure nothing: print the table, in Markdown")
+    parser.add_argument("--doc", type=Path, help="with --show: write it into this file, below the line that says so")
     parser.add_argument("--verbose", action="store_true", help="show what the processes print")
     options = parser.parse_args(arguments)
     done = read(options.json)
     if options.show:
-        print(markdown(done))
+        shown = markdown(done)
+        print(shown)
+        if options.doc:
+            above, marker, _ = options.doc.read_text().partition(MARKER)
+            options.doc.write_text(f"{above}{marker or MARKER}\n\n{shown}\n")
         return
 
     def wanted(architecture: Architecture) -> bool:
         row = done.get(architecture)
         new = row is None or options.again or (options.failed and row.status != "pass")
+        new = new or (row is not None and row.backend == NONE != options.backend)
         names = (f"{architecture.task}/{architecture.model_type}", architecture.class_name)
         return new and any(fnmatch.fnmatch(name, pattern) for name in names for pattern in options.only)
 
@@ -546,7 +564,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def markdown(rows: Mapping[Architecture, Row]) -> str:
     """What became of each architecture, in Markdown."""
     ordered = [rows[architecture] for architecture in architectures() if architecture in rows]
-    parts = [_summary(ordered), _sources_used(ordered)]
+    parts = [_summary(ordered), _how(ordered)]
     for task in TASKS:
         passed = [row for row in ordered if row.task == task and row.status == "pass"]
         if passed:
@@ -588,9 +606,15 @@ def _summary(rows: Sequence[Row]) -> str:
     return _table(cells, headers)
 
 
-def _sources_used(rows: Sequence[Row]) -> str:
-    count = Counter(row.sources == sources() for row in rows)
-    return f"{count[True]} rows are of the present sources, {count[False]} of earlier ones."
+def _how(rows: Sequence[Row]) -> str:
+    present = sum(row.sources == sources() for row in rows)
+    backends = Counter(row.backend for row in rows if row.status in ("pass", "fail"))
+    quick = backends.pop(NONE, 0)
+    compiled = ", ".join(f"{count} with backend {name}" for name, count in backends.items()) or "none"
+    return (
+        f"All stages: {compiled}. Eager stages only, instrumented without a captured graph: {quick}. "
+        f"Of the present sources: {present} rows, of earlier ones: {len(rows) - present}."
+    )
 
 
 def _brief(row: Row) -> str:
