@@ -259,7 +259,11 @@ class _Guarded(torch.autograd.Function):
         ctx.x_shape, ctx.x_dtype, ctx.layout = x.shape, x.dtype, layout
         ctx.stored = stored
         ctx.b_shape = None if b is None else b.shape
-        return KINDS[kind].forward(x, w, b, offs, extra)
+        out = KINDS[kind].forward(x, w, b, offs, extra)
+        if not torch.compiler.is_compiling() and not out._is_view():
+            return out
+        # Autograd lets nobody change a view in place that a Function made; of the stock operator's output it does.
+        return torch.ops.aten._unsafe_view(out, out.shape)
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Any, ...]:
