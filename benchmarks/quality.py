@@ -16,7 +16,8 @@ Policies: ``full`` (not instrumented), ``high`` and ``low`` (every unit on the f
 defaults), ``paper`` (GnmrConfig.paper), ``gnmr-auto`` (automatic thresholds), ``gnmr-path`` (histories per path),
 ``error`` and ``gap`` (the signals), each with ``-sticky`` for a hysteresis of 1.5, ``random`` (other units in each
 step), ``random-lock`` (other units every lock_steps), ``fixed`` (the best set of one audit after the warm-up, for
-good), and ``oracle`` (the best set of an audit of the coming batch, every ``--oracle-every`` steps).
+good), and ``oracle`` (the best set of an audit of the coming batch, every ``--oracle-every`` steps). Where units
+influence one another's gradients, as under recipes for GEMMs, these audits are estimates.
 """
 
 from __future__ import annotations
@@ -278,7 +279,7 @@ def chooser(
         assert controller is not None
         since = step - job.warmup
         if since == 0 or (again and since > 0 and since % again == 0):
-            found = gnmr_fx.audit(model, loss_of, progress=False)
+            found = gnmr_fx.audit(model, loss_of, each=False, progress=False)
             controller.force([name for name, best in zip(found.units, found.oracle, strict=True) if best])
 
     return {
@@ -364,6 +365,9 @@ def run_all(jobs: Sequence[Job], out: Path, processes: int) -> int:
                 job = futures[future]
                 try:
                     row = future.result()
+                except concurrent.futures.BrokenExecutor:
+                    tqdm.write("stopped: a process was killed (out of memory?); the same command goes on from here")
+                    return failed + sum(not f.done() or f.exception() is not None for f in futures)
                 except Exception as error:  # one run's failure is no reason to lose the others
                     failed += 1
                     tqdm.write(f"failed: {job.setting}, {job.policy}, seed {job.seed}: {type(error).__name__}: {error}")

@@ -176,7 +176,7 @@ class Audit:
         )
         ranks = ", ".join(f"{name} {_number(value)}" for name, value in self.rank_correlation.items())
         yield "rank correlation with the gaps", ranks
-        how = "one unit at a time" if self.is_exact else f"estimated, off by up to {100 * self.estimate_error:.0f}%"
+        how = "exact" if self.is_exact else f"estimated, off by up to {100 * self.estimate_error:.0f}%"
         yield "gaps", f"{how}; {self.passes} passes"
 
 

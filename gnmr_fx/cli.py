@@ -137,6 +137,11 @@ def _table(arguments: argparse.Namespace) -> None:
             UNFIT_MODEL,
         ) from error
     print(found.to_json() if arguments.json else found)
+    if found.recipe.gemm is not None:
+        from gnmr_fx.doctor import devices, what_computes
+
+        device = devices()[-1]
+        _note(f"GEMMs on this machine ({device}): {what_computes(found.recipe.gemm, torch.device(device))}")
     if inputs is None:
         _note("bytes are not known: no inputs; let the callable return the module and its example inputs")
     elif not found.predicted:

@@ -177,6 +177,18 @@ def threshold(value: Threshold, step: int, name: str) -> float:
     return number
 
 
+def check_max_active(max_active: int | float, config: GnmrConfig) -> None:
+    """Refuse a budget that ``config`` has no meaning for, before units are known.
+
+    Raises:
+        BudgetError: see :func:`resolve_budget` and :func:`check_budget`.
+    """
+    if config.budget_unit == "units":
+        resolve_budget(max_active, 1)
+    else:
+        check_budget(max_active, config.budget_unit)
+
+
 def check_budget(max_active: int | float, unit: BudgetUnit) -> int | float:
     """``max_active`` as given, for a budget that does not count units: what it comes to is known with the costs.
 

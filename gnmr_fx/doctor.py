@@ -19,12 +19,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from gnmr_fx import formats
+from gnmr_fx import formats, frozen
 from gnmr_fx.gemm import GEMMS, native_kernel
 from gnmr_fx.recipe import FULL, RECIPES, GemmRecipe, Operands, Recipe
 from gnmr_fx.text import grid, to_json
 
-__all__ = ["Examination", "Tried", "devices", "examine"]
+__all__ = ["Examination", "Tried", "devices", "examine", "what_computes"]
 
 PACKAGES = (
     "gnmr-fx",
@@ -245,14 +245,23 @@ def _recipe(recipe: Recipe, device: str, toolchain: tuple[Tried, ...]) -> Tried:
             formats.decode(encoded, fmt, x.shape, x.dtype)
         kernels = toolchain[-1 if device != "cpu" else 0]
         packing = "fused kernels" if kernels.works else f"plain PyTorch code (no {kernels.name})"
-        gemms = "" if recipe.gemm is None else f", GEMMs {_gemms(recipe.gemm, torch.device(device))}"
+        if recipe.frozen is not None:
+            weight = torch.linspace(-1, 1, 64 * 64, device=device).view(64, 64)
+            frozen.decode(frozen.encode(weight, recipe.frozen.spec), recipe.frozen.spec, weight.shape, weight.dtype)
+            return f"on {device}: frozen weights by {packing}"
+        gemms = "" if recipe.gemm is None else f", GEMMs {what_computes(recipe.gemm, torch.device(device))}"
         return f"on {device}: activations by {packing}{gemms}"
 
     return _tried(recipe.name or str(recipe), store)
 
 
-def _gemms(recipe: GemmRecipe, device: torch.device) -> str:
-    """``"emulated"``, ``"native -> full"``, as :func:`gnmr_fx.gemm.native_kernel` finds by trying."""
+def what_computes(recipe: GemmRecipe, device: torch.device) -> str:
+    """What computes a recipe's GEMMs on the low-cost and on the recovery path, as far as the device decides it.
+
+    Returns:
+        ``"emulated"``, ``"native -> full"``, ...: what :func:`gnmr_fx.gemm.native_kernel` finds by trying. (Shapes and
+        dtypes of a model may rule a kernel out that is there; its table tells after a forward.)
+    """
     low, high = (
         _path([getattr(getattr(recipe, gemm), path) for gemm in GEMMS], recipe.backend, device)
         for path in ("low", "high")

@@ -302,11 +302,15 @@ def _choose(
         else:
             return "native"
     if backend == "native":
-        raise NativeKernelError(
-            f"expected a native kernel for the {gemm} GEMM with operands {operands.label}, found none: {reason}; "
-            "use backend='auto' to emulate where there is none, or backend='emulated'"
-        )
+        raise _no_kernel(gemm, operands, reason)
     return "emulated"
+
+
+def _no_kernel(gemm: Gemm, operands: Operands, reason: str) -> NativeKernelError:
+    return NativeKernelError(
+        f"expected a native kernel for the {gemm} GEMM with operands {operands.label}, found none: {reason}; use "
+        "backend='auto' to emulate where there is none, or backend='emulated'"
+    )
 
 
 def check_native(recipe: GemmRecipe, device: torch.device) -> None:
@@ -318,10 +322,7 @@ def check_native(recipe: GemmRecipe, device: torch.device) -> None:
         for operands in {paths.low, paths.high} - {FULL}:
             kernel, reason = native_kernel(operands, device)
             if kernel is None:
-                raise NativeKernelError(
-                    f"expected a native kernel for the {gemm} GEMM with operands {operands.label}, found none: "
-                    f"{reason}; use backend='auto' to emulate where there is none, or backend='emulated'"
-                )
+                raise _no_kernel(gemm, operands, reason)
 
 
 def _sizes(kind: str, gemm: Gemm, x_shape: Sequence[int], w: Tensor) -> tuple[int, int, int] | None:
@@ -381,16 +382,18 @@ def output(
     if operands == FULL:
         return KINDS[kind].forward(x, w, b, offs, extra)
     which = _backend("output", spec.output, spec.backend, _sizes(kind, "output", x.shape, w), x.dtype, w.device)
-    shared = stored[0] if stored is not None and stored[1] == operands.left else None
+    of_x, of_w = summed(kind, extra, "output", (x.dim(), w.dim()), w.dim())
+    # An activation is stored along its last dimension.
+    is_operand = stored is not None and stored[1] == operands.left and of_x[0] % x.dim() == x.dim() - 1
+    shared = stored[0] if stored is not None and is_operand else None
     if which[active] == "native":
         kernel = _native(operands, w.device)
         shape = (x.numel() // x.shape[-1] if x.shape[-1] else 0, x.shape[-1])
         fmt = operands.left
         rows = _codes(shared, fmt, shape) if shared is not None else _matrix(x.reshape(shape), fmt, seed)
         right = _matrix(w if kind == "linear" else w.t().contiguous(), operands.right, seed)
-        out = kernel.run(rows, right, x.dtype).view(*x.shape[:-1], -1)
+        out = kernel.run(rows, right, x.dtype).view(*x.shape[:-1], right.codes.shape[0])
         return out if b is None else out + b
-    of_x, of_w = summed(kind, extra, "output", (x.dim(), w.dim()), w.dim())
     left = (
         quantized(x, of_x, operands.left, seed)
         if shared is None

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from gnmr_fx import grouped
-from gnmr_fx.config import GnmrConfig, check_budget, resolve_budget
+from gnmr_fx.config import GnmrConfig, check_max_active
 from gnmr_fx.errors import (
     AlreadyInstrumentedError,
     ConfigError,
@@ -224,17 +224,37 @@ def instrument(
     if config is not None and not isinstance(config, GnmrConfig):
         raise ConfigError(f"config: expected a GnmrConfig or None, found {config!r}. Build one with GnmrConfig(...).")
     settings = config or GnmrConfig()
-    if chosen.frozen is not None:
-        _check_frozen(chosen, everything, settings)
-    if settings.budget_unit == "units":
-        resolve_budget(max_active, 1)
-    else:
-        check_budget(max_active, settings.budget_unit)
+    check_max_active(max_active, settings)
+    _check_fit(chosen, everything, settings)
     selection = Selection(_patterns("include", include), _patterns("exclude", exclude))
     plan = pipeline.run(Plan(target, chosen, selection, example_inputs, marks_heads=everything is not None))
     check_gemms(target, plan, everything)
     install(target, plan, settings, max_active, everything)
     return model
+
+
+def _check_fit(recipe: Recipe, scope: AllSaved | None, config: GnmrConfig) -> None:
+    """Refuse settings that would have no effect under a recipe."""
+    if recipe.frozen is not None and scope is not None:
+        raise RecipeError(
+            f"scope: expected 'projections' with a recipe for frozen weights, found 'all' with {recipe}; such a recipe "
+            "says how weights are stored and no saved activation, so there is nothing to store for scope 'all'"
+        )
+    if recipe.frozen is not None and config.measures_errors:
+        raise RecipeError(
+            f"signal: expected 'gnmr' with a recipe for frozen weights, found {config.signal!r} with {recipe}; the "
+            "error of a frozen weight is the same in every step"
+        )
+    if recipe.frozen is not None and config.budget_unit == "flops":
+        raise RecipeError(
+            f"budget_unit: expected 'units' or 'bytes' with a recipe for frozen weights, found 'flops' with {recipe}; "
+            "both paths make the same GEMMs"
+        )
+    if recipe.frozen is None and recipe.low == recipe.high and config.budget_unit == "bytes":
+        raise RecipeError(
+            f"budget_unit: expected 'units' or 'flops' with a recipe that stores the same on both paths, found 'bytes' "
+            f"with {recipe}; recovery takes no bytes, so such a budget would be no limit"
+        )
 
 
 def install(
@@ -352,25 +372,6 @@ def check_gemms(model: nn.Module, plan: Plan, scope: AllSaved | None) -> None:
         device = model.get_submodule(unit.owner).get_parameter(unit.parameter).device
         if device.type != "meta":
             check_native(plan.recipe.gemm, device)
-
-
-def _check_frozen(recipe: Recipe, scope: AllSaved | None, config: GnmrConfig) -> None:
-    """Refuse what rests on saved activations: a recipe for frozen weights stores none."""
-    if scope is not None:
-        raise RecipeError(
-            f"scope: expected 'projections' with a recipe for frozen weights, found 'all' with {recipe}; such a recipe "
-            "says how weights are stored and no saved activation, so there is nothing to store for scope 'all'"
-        )
-    if config.measures_errors:
-        raise RecipeError(
-            f"config: expected signal='gnmr' with a recipe for frozen weights, found {config.signal!r} with {recipe}; "
-            "the other signals measure what quantization does to saved activations, and such a recipe stores none"
-        )
-    if config.budget_unit == "flops":
-        raise RecipeError(
-            f"config: expected a budget in units or bytes with a recipe for frozen weights, found 'flops' with {recipe}"
-            "; its paths differ in the bytes that weights take, not in the operations of their GEMMs"
-        )
 
 
 def _refuse_instrumented(model: nn.Module) -> None:

@@ -7,7 +7,6 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
@@ -15,17 +14,9 @@ from torch.overrides import TorchFunctionMode
 from gnmr_fx.ops import guarded_projection
 from gnmr_fx.projections import Call, is_projection, match
 from gnmr_fx.units import Handle, Marker
+from gnmr_fx.views import SPLITS, VIEWS, functions
 
-_VIEWS: frozenset[Any] = frozenset({
-    Tensor.__getitem__, Tensor.t, Tensor.transpose, Tensor.permute, Tensor.view, Tensor.reshape, Tensor.contiguous,
-    Tensor.select, Tensor.narrow, Tensor.unsqueeze, Tensor.squeeze, Tensor.flatten, Tensor.to, Tensor.float,
-    Tensor.bfloat16, Tensor.half, Tensor.type_as, Tensor.swapaxes, Tensor.movedim, Tensor.expand, Tensor.index_select,
-    vars(torch._C.TensorBase)["T"].__get__, vars(torch._C.TensorBase)["mT"].__get__,
-    torch.t, torch.transpose, torch.permute, torch.reshape, torch.select,
-    torch.narrow, torch.unsqueeze, torch.squeeze, torch.flatten, torch.swapaxes, torch.movedim, torch.index_select,
-})  # fmt: skip
-"""Operations whose result is still the weight: another view, a slice, another dtype."""
-_SPLITS: frozenset[Any] = frozenset({Tensor.chunk, Tensor.split, Tensor.unbind, torch.chunk, torch.split, torch.unbind})
+_VIEWS, _SPLITS = functions(VIEWS), functions(SPLITS)
 
 
 class Intercept(TorchFunctionMode):

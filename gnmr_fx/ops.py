@@ -56,6 +56,7 @@ _library.define(
     "keep(Tensor x, Tensor[] guards, Tensor? seed, str low, str high, str role) -> (Tensor, Tensor, Tensor, Tensor)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
+_library.define("copy(Tensor x) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
 _library.define("note(Tensor[] guards, str left) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
 _library.define(
     "restore(Tensor low_payload, Tensor low_scales, Tensor high_payload, Tensor high_scales, "
@@ -112,6 +113,11 @@ def _keep(
     if low != high and any(guard.item() for guard in guards):
         return (*encoded, *kernels.encode(x, parsed, seed))
     return (*encoded, *empty_encoded(x, parsed, 0))
+
+
+def _copy(x: Tensor) -> Tensor:
+    """``aten.clone``, which Inductor leaves out where it takes it for needless."""
+    return x.clone(memory_format=torch.contiguous_format)
 
 
 def _note(guards: list[Tensor], left: str) -> Tensor:
@@ -176,6 +182,11 @@ def _keep_fake(
     return (*empty_encoded(x, _parse(low)), *empty_encoded(x, _parse(high), 0 if low == high else _dynamic_size()))
 
 
+@torch.library.register_fake(f"{NAMESPACE}::copy", lib=_library)
+def _copy_fake(x: Tensor) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
 @torch.library.register_fake(f"{NAMESPACE}::note", lib=_library)
 def _note_fake(guards: list[Tensor], left: str) -> Tensor:
     return torch.empty(0, dtype=torch.uint8)
@@ -213,6 +224,7 @@ for _name, _implementation in (
     ("save_high", _save_high),
     ("restore", _restore),
     ("keep", _keep),
+    ("copy", _copy),
     ("note", _note),
 ):
     # Disabled, or Dynamo would trace into what these call after a graph break of the model. Not by

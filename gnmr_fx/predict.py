@@ -70,11 +70,13 @@ def predict(
     selection = Selection(None if include is None else tuple(include), None if exclude is None else tuple(exclude))
     args, kwargs = split_inputs(inputs) if inputs is not None else ((), {})
     arguments = (tuple(_fake(a, mode) for a in args), {name: _fake(a, mode) for name, a in kwargs.items()})
-    plan = Plan(model, get_recipe(recipe), selection, None if inputs is None else arguments[0] or arguments[1])
+    given = None if inputs is None else arguments[0] or arguments[1]
+    plan = Plan(model, get_recipe(recipe), selection, given, marks_heads=everything is not None)
     with mode:
         plan = pipeline.run(plan, LOOKED_AT)
         hidden = any(call.input is None and not call.reason for call in plan.calls)  # inside nn.MultiheadAttention
-        runs = everything is not None or (hidden and plan.recipe.gemm is None)
+        stores = plan.recipe.gemm is None and plan.recipe.frozen is None
+        runs = everything is not None or (hidden and stores)
         if runs:
             plan = pipeline.run(plan, (rewrite, check))
     check_gemms(model, plan, everything)
@@ -106,6 +108,8 @@ def _count_projections(plan: Plan, installed: ModelController) -> None:
     unit_of = {paths[id(unit.parameter)]: unit for unit in installed.units}
     for call in plan.calls:
         unit = unit_of.get(call.weight)
+        if unit is not None and plan.recipe.frozen is not None:
+            unit.observation.was_seen = True
         if unit is None or call.input is None:
             continue
         x = example(call.input)

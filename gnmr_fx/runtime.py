@@ -40,7 +40,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from gnmr_fx import distributed
 from gnmr_fx.config import GnmrConfig
 from gnmr_fx.controller import MISSING, Decision, check_costs, init, state_from_dict, state_to_dict, update
-from gnmr_fx.costs import cost_of
+from gnmr_fx.costs import UNKNOWN, cost_of
 from gnmr_fx.errors import GnmrWarning, RankMismatchError, StateMismatchError, UnknownUnitError
 from gnmr_fx.frozen import FrozenWeight
 from gnmr_fx.gemm import Spec
@@ -302,10 +302,11 @@ class Controller:
 
     def costs(self) -> list[float]:
         """What each unit costs on the recovery path, on this rank and by its last pass, in ``config.budget_unit``
-        (bytes where that is units); negative where that is not known."""
+        (bytes where that is units); negative where that is not known. Of a frozen weight the bytes of the exact one."""
+        if self.recipe.frozen is not None:
+            weights = (FrozenWeight.held_by(u.module, u.spec.parameter) for u in self.units)
+            return [UNKNOWN if w is None else float(w.store.residual.nbytes) for w in weights]
         low, high, unit = self.recipe.low, self.recipe.high, self.config.budget_unit
-        if self.recipe.frozen is not None:  # the exact weight, which the recovery path has on the device
-            return [float(math.prod(u.spec.shape) * u.weight.dtype.itemsize) for u in self.units]
         return [cost_of(u, low, high, "bytes" if unit == "units" else unit) for u in self.units]
 
     @contextlib.contextmanager

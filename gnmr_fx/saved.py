@@ -25,7 +25,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from gnmr_fx import kernels
 from gnmr_fx.formats import Encoded
 from gnmr_fx.physical import Physical
-from gnmr_fx.recipe import Format, at_least_8_bits
+from gnmr_fx.recipe import Format, at_least
 from gnmr_fx.scope import AllSaved
 from gnmr_fx.units import UNIT_KEY, Handle, Kept, Marker, Memo, measure
 
@@ -63,7 +63,7 @@ _INFINITE = frozenset({"MaskedFill", "Where"})
 _POINTWISE = _CASTS | {"Add", "Sub", "Mul", "Div", "Cat"}
 """Operations that infinities survive."""
 _parse = functools.cache(Format.parse)
-_precise = functools.cache(lambda spec: str(at_least_8_bits(Format.parse(spec))))
+_at_least = functools.cache(lambda spec, bits: str(at_least(Format.parse(spec), bits)))
 
 
 class Packed:
@@ -183,7 +183,7 @@ class Saver:
         if is_attention(node):
             self._tell_queries(node)
         if not self.is_worth_it(x):
-            return AsItIs(x)
+            return AsItIs(x.detach().clone() if self._is_piece(x) else x)
         found = nearest_unit(node)
         role = role_of(node, found)
         if found.reason and not (found.reason == LOSS_HEAD and self.options.loss_head):
@@ -238,10 +238,19 @@ class Saver:
             and x.numel() * x.dtype.itemsize >= self.options.min_bytes
         )
 
+    def _is_piece(self, x: Tensor) -> bool:
+        """Whether ``x`` would keep memory alive that is not small, and is a small part of it; not of a parameter."""
+        small = type(x) is Tensor and x.numel() * x.dtype.itemsize < self.options.min_bytes
+        return (
+            small
+            and x.untyped_storage().nbytes() >= self.options.min_bytes
+            and nearest_unit(x.grad_fn).reason != PARAMETER
+        )
+
     def _store(self, handle: Handle, packed: Packed, x: Tensor) -> None:
         """Store ``x`` in the format of the unit of ``handle`` that is in force."""
-        precise = packed.role in ("query", "key") and self.options.attention == "int8"
-        low, high = (_precise(spec) if precise else spec for spec in (handle.low, handle.high))
+        bits = self.options.attention_bits if packed.role in ("query", "key") else 0
+        low, high = (_at_least(spec, bits) for spec in (handle.low, handle.high))
         spec = high if bool(handle.guard) else low
         physical = Physical.of(x, _parse(low))
         block = physical.block(x)

@@ -22,17 +22,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
+from gnmr_fx import views
 from gnmr_fx.passes.plan import CapturedCall, Plan, weight_paths
 from gnmr_fx.projections import Call, match
 
 log = logging.getLogger(__name__)
 
-VIEWS = frozenset({
-    "t", "transpose", "permute", "view", "reshape", "contiguous", "getitem", "select", "narrow", "unsqueeze", "squeeze",
-    "flatten", "unflatten", "detach", "T", "mT", "swapaxes", "movedim", "expand", "index_select", "chunk", "split",
-    "unbind", "to", "type_as", "float", "bfloat16", "half", "__getitem__",
-})  # fmt: skip
-"""Names of operations whose result is still the weight: another view, a slice, another dtype."""
+VIEWS = views.VIEWS | views.SPLITS | {"getitem"}
+"""Names of operations whose result is still the weight."""
 
 
 def capture(plan: Plan) -> Plan:
@@ -156,7 +153,7 @@ def find_calls(graph: fx.Graph, weights: Mapping[str, str]) -> Iterator[Captured
         elif isinstance(found, str):
             weight = next(source[v] for v in node.all_input_nodes if v in source)
             yield CapturedCall(_site(node), weight, operator_name(node.target), node, reason=found)
-        elif operator_name(node.target) in VIEWS and node.args and node.args[0] in source:
+        elif name_of(node) in VIEWS and node.args and node.args[0] in source:
             source[node] = source[node.args[0]]
 
 
@@ -169,6 +166,11 @@ def example(node: fx.Node) -> Tensor:
 
 def _dim(value: Any) -> int:
     return example(value).dim()
+
+
+def name_of(node: fx.Node) -> str:
+    """What a node does to its first argument: :func:`operator_name`, or the attribute that it reads (``weight.T``)."""
+    return str(node.args[1]) if node.target is getattr else operator_name(node.target)
 
 
 def operator_name(target: Any) -> str:

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from gnmr_fx.passes.capture import VIEWS, operator_name
+from gnmr_fx.passes.capture import VIEWS, name_of, operator_name
 from gnmr_fx.projections import UNKNOWN, Call, match
 
 _PRODUCTS = frozenset({
@@ -65,7 +65,7 @@ def graph_calls(module: nn.Module, graph: fx.Graph) -> Iterator[tuple[fx.Node, C
             if isinstance(call, Call):
                 call.weight.meta["read_by"] = node.target
             yield node, call
-        elif operator_name(node.target) in VIEWS and node.args and node.args[0] in weights:
+        elif name_of(node) in VIEWS and node.args and node.args[0] in weights:
             weights.add(node)
             node.meta["weight"] = node.args[0]
 

@@ -92,6 +92,14 @@ def test_bytes_of_a_config_are_those_of_a_run(gnmr, config, scope):
     assert out.splitlines()[-1].startswith("predicted from shapes")
 
 
+def test_a_recipe_for_gemms_says_what_runs_here(gnmr, config):
+    code, out, err = gnmr("table", config, "--recipe", "dsv3-fp6-fp8")
+    assert code == 0
+    assert "GEMMs fp6_e3m2 g128 x b128" in out
+    assert "not run yet" in out
+    assert err.startswith(f"gnmr-fx: GEMMs on this machine ({devices()[-1]}): emulated")
+
+
 def test_the_default_sequence_is_the_models_context(gnmr, config):
     assert "inputs input_ids 1×32" in gnmr("table", config)[1]
 

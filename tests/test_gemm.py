@@ -290,6 +290,27 @@ def test_operands_share_scales_along_the_summed_dimension(name: str, which: gemm
     assert torch.equal(plain, stock)
 
 
+@pytest.mark.parametrize("name", KIND_SHAPES)
+def test_a_stored_activation_is_multiplied_only_if_it_is_the_operand(name: str) -> None:
+    kind, extra, x_shape, w_shape = KIND_SHAPES[name]
+    torch.manual_seed(0)
+    dtype = torch.bfloat16 if kind == "grouped" else torch.float32
+    offs = torch.tensor([4, 4, 12], dtype=torch.int32) if kind == "grouped" else None
+    x, w = torch.randn(x_shape).to(dtype), torch.randn(w_shape).to(dtype)
+    recipe = dsv3("fp8_e4m3", "fp8_e4m3")
+    assert recipe.gemm is not None
+    operands = recipe.gemm.output.low
+    of_x, of_w = gemm.summed(kind, extra, "output", (x.dim(), w.dim()), w.dim())
+    expected = KINDS[kind].forward(
+        gemm.quantized(x, of_x, operands.left, None), gemm.quantized(w, of_w, operands.right, None), None, offs, extra
+    )
+    call = lambda x, w: guarded_projection(kind, extra, x, w, None, offs, own, True)  # noqa: E731
+    for compiled in (False, True):
+        own = handle(recipe)
+        out = (torch.compile(call, backend="aot_eager", fullgraph=True) if compiled else call)(x, w.requires_grad_())
+        assert torch.equal(out, expected)
+
+
 @pytest.mark.parametrize("case", ["functional", "branching", "encoder", "mixtral-grouped", "gpt2"])
 def test_whole_models(case: str) -> None:
     """The recovery path is the stock model bit for bit, the low-cost one close to it, in every kind of projection."""

@@ -121,8 +121,22 @@ def test_a_log_that_starts_late_counts_what_was_before(tmp_path):
 
 @pytest.mark.parametrize("recipe", [*gnmr_fx.RECIPES.values(), gnmr_fx.Recipe(*[gnmr_fx.Format("int2", "token")] * 2)])
 def test_every_recipe_goes_through_the_log(tmp_path, recipe):
-    JsonlLogger(tmp_path / "run.jsonl", gnmr_fx.instrument(chain(), recipe)).close()
+    model = chain()
+    if recipe.frozen is not None:
+        model[0].requires_grad_(False)
+    JsonlLogger(tmp_path / "run.jsonl", gnmr_fx.instrument(model, recipe)).close()
     assert read_log(tmp_path / "run.jsonl").report().recipe == recipe
+
+
+@pytest.mark.parametrize("before", [0, 7, 13])
+def test_a_log_may_begin_with_the_step_just_made(tmp_path, before):
+    plain, late, model = tmp_path / "plain.jsonl", tmp_path / "late.jsonl", instrumented()
+    train(model, noisy(before))
+    first = JsonlLogger(plain, model)
+    train(model, [noisy(before + 1)[before]])
+    second = JsonlLogger(late, model, with_last=True)
+    assert [log.log() for log in (first, second)] == [True, True]
+    assert plain.read_text() == late.read_text()
 
 
 def test_schedules_and_infinities_go_through_the_log(tmp_path):
@@ -308,3 +322,17 @@ def test_a_missing_library_is_named_with_the_extra_that_brings_it():
 
 def test_bytes_of_a_model_that_never_ran():
     assert kept_bytes(gnmr_fx.controller(instrumented())) is None
+
+
+def test_the_use_of_a_budget_in_bytes():
+    config = gnmr_fx.GnmrConfig(alpha=1.2, beta=1.2, window=3, lock_steps=4, warmup_steps=3, budget_unit="bytes")
+    torch.manual_seed(0)
+    model = gnmr_fx.instrument(chain(4), max_active=0.5, config=config)
+    controller, used = gnmr_fx.controller(model), set()
+    for x in noisy(24):
+        train(model, [x])
+        found = step_metrics(controller)
+        assert found["budget"] == 0.5
+        assert found["budget_use"] == len(controller.active) / 2  # four units of equal size
+        used.add(found["budget_use"])
+    assert 1.0 in used

@@ -360,9 +360,9 @@ def recorded(controller: ModelController, monkeypatch: pytest.MonkeyPatch) -> li
     seen: list[Tensor] = []
     update = runtime.update
 
-    def recording(state: Any, norms: Tensor, config: Any) -> Any:
+    def recording(state: Any, norms: Tensor, config: Any, **rest: Any) -> Any:
         seen.append(norms)
-        return update(state, norms, config)
+        return update(state, norms, config, **rest)
 
     monkeypatch.setattr(runtime, "update", recording)
     return seen

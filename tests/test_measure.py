@@ -273,6 +273,53 @@ def test_tables_and_reports_tell_of_other_budgets_and_signals(tmp_path: Any) -> 
     assert '"budget_unit": "bytes"' in gnmr_fx.table(model).to_json()
 
 
+def frozen_model() -> nn.Module:
+    """A frozen projection with something trainable after it."""
+    model = nn.Sequential(nn.Linear(64, 32), nn.Linear(32, 48), nn.LayerNorm(48)).train()
+    for layer in model[:2]:
+        layer.weight.requires_grad_(False)
+    return model
+
+
+def test_frozen_weights_cost_the_bytes_of_the_exact_ones() -> None:
+    config = gnmr_fx.GnmrConfig(alpha=1e-6, warmup_steps=0, budget_unit="bytes")
+    model = gnmr_fx.instrument(frozen_model(), "lora-int8-bf16", max_active=4 * 32 * 48, config=config)
+    with heard() as found:
+        train(model, [torch.randn(16, 64) for _ in range(3)])
+    assert found[0]["costs"].tolist() == [4 * 64 * 32, 4 * 32 * 48]
+    assert gnmr_fx.controller(model).active == ["1"]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "config", "message"),
+    [
+        ("lora-int8-bf16", {"signal": "gap"}, "signal: expected 'gnmr'"),
+        ("lora-int8-bf16", {"budget_unit": "flops"}, "budget_unit: expected 'units' or 'bytes'"),
+        (gnmr_fx.Recipe(Format("int4"), Format("int4")), {"budget_unit": "bytes"}, "expected 'units' or 'flops'"),
+    ],
+)
+def test_settings_that_a_recipe_would_make_no_use_of_are_refused(recipe: Any, config: Any, message: str) -> None:
+    with pytest.raises(gnmr_fx.RecipeError, match=message):
+        gnmr_fx.instrument(frozen_model(), recipe, max_active=0.5, config=gnmr_fx.GnmrConfig(**config))
+
+
+def test_operands_of_gemms_are_measured() -> None:
+    """Of a recipe that stores everything as it is and multiplies in 4 bits."""
+    low = gnmr_fx.Operands(Format("int4", "token"), Format("int4", "token"))
+    gemm = gnmr_fx.GemmRecipe(output=gnmr_fx.GemmPaths(low=low), backend="emulated")
+    recipe = gnmr_fx.Recipe(Format("none"), Format("none"), gemm=gemm)
+    model, (x,) = chain(1), noisy(1)
+    exact = exact_error(x, Format("int4", "token"))
+    gnmr_fx.instrument(model, recipe, config=gnmr_fx.GnmrConfig(signal="error", budget_unit="flops"), max_active=1.0)
+    with heard() as found:
+        train(model, [x])
+    assert found[0]["errors"].tolist() == pytest.approx([exact], rel=1e-6)
+    assert found[0]["costs"].tolist() == [6 * 8 * 40 * 40]
+    audit = gnmr_fx.audit(model, lambda: model(x).square().mean(), progress=False)
+    assert audit.passes == 3, "what a GEMM makes reaches every gradient"
+    assert audit.gaps[0] > 0
+
+
 # Ranks ----------------------------------------------------------------------------------------------------------------
 
 
@@ -313,3 +360,30 @@ def test_ranks_share_errors_and_costs_in_their_one_collective() -> None:
     assert [e is None for e in errors] == [False, True] * 2
     assert all(0 < value < 1 for row in errors if row is not None for value in row)
     assert costs[0] == [32 * (256 + 8), 32 * (64 + 4)], "the mean over the ranks"
+
+
+# Logs -----------------------------------------------------------------------------------------------------------------
+
+
+def test_metrics_and_logs_know_other_budgets_and_automatic_thresholds(tmp_path: Any) -> None:
+    from gnmr_fx.integrations import jsonl
+    from gnmr_fx.integrations.metrics import step_metrics
+    from gnmr_fx.integrations.setup import Setup
+
+    config = gnmr_fx.GnmrConfig(signal="error", signal_every=1, warmup_steps=0, budget_unit="bytes")
+    Setup("saved-int2-int8", max_active=2000, config=config)
+    with pytest.raises(gnmr_fx.BudgetError, match="expected a number of bytes"):
+        Setup(max_active=-1, config=config)
+    model = gnmr_fx.instrument(Widths(), "saved-int2-int8", max_active=2000, config=config)
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+    with jsonl.JsonlLogger(tmp_path / "log.jsonl", model) as log:
+        for _ in range(6):
+            model(torch.randn(16, 256)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            log.log()
+    metrics = step_metrics(gnmr_fx.controller(model))
+    active = gnmr_fx.controller(model).active
+    assert active == ["narrow"]
+    assert (metrics["budget"], metrics["budget_use"]) == (2000, 1088 / 2000)
+    assert str(jsonl.read_log(tmp_path / "log.jsonl").report()) == str(gnmr_fx.report(model))

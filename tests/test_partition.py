@@ -34,6 +34,7 @@ from gnmr_fx.passes.partition import Partitioner
 from tests.loops import decoder, gradients, readable_kernels, relative_error, roles
 from tests.models import CASES, Built, instrument_options
 from tests.test_guarantees import compiled_saved
+from tests.toys import FirstToken
 
 EVERYTHING = gnmr_fx.AllSaved(min_bytes=0)
 LOSSLESS = Recipe(Format("none"), Format("bf16"))
@@ -124,14 +125,15 @@ def test_what_must_not_be_stored_is_kept_and_listed() -> None:
 
 
 def test_query_and_key_take_8_bits_at_least_unless_asked_otherwise() -> None:
-    for attention, expected in (("int8", "int8 g128"), ("low", "int4 g128")):
+    for attention, expected in (("int8", "int8 g128"), ("int4", "int4 g128"), ("low", "int2 g128")):
         torch._dynamo.reset()
         built = decoder()
-        gnmr_fx.instrument(built.model, LOW, scope=gnmr_fx.AllSaved(min_bytes=0, attention=attention))
+        scope = gnmr_fx.AllSaved(min_bytes=0, attention=attention)
+        gnmr_fx.instrument(built.model, Recipe(Format("int2"), Format("int8")), scope=scope)
         gradients(built, torch.compile(built.model, backend=interpreted()))
         formats = {a["role"]: a["low_format"] for row in gnmr_fx.table(built.model).units for a in row.activations}
         assert (formats["query"], formats["key"]) == (expected, expected)
-        assert formats["value"] == formats["output"] == formats["input"] == "int4 g128"
+        assert formats["value"] == formats["output"] == formats["input"] == "int2 g128"
 
 
 class Scores(nn.Module):
@@ -259,6 +261,25 @@ def test_small_tensors_stay() -> None:
     assert "small" in left(built.model).values()
     controller = gnmr_fx.controller(built.model)
     assert all(unit.observation.seen for unit in controller.units)  # those that store nothing are heard all the same
+
+
+@pytest.mark.parametrize("backend", ["interpreted", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_a_small_piece_does_not_keep_the_large_tensor_alive(backend: str) -> None:
+    torch.manual_seed(0)
+    built = Built(FirstToken().train(), (torch.randn(8, 64, 32),), {}, lambda out: out.square().mean())
+    expected = gradients(built)
+    gnmr_fx.instrument(built.model, LOSSLESS, scope=gnmr_fx.AllSaved(min_bytes=4096))  # the piece has 1024 bytes
+    controller = gnmr_fx.controller(built.model)
+    controller.force("low")
+    call = torch.compile(built.model, backend=interpreted() if backend == "interpreted" else backend)
+    exclude = [*built.model.parameters(), *built.args]
+    loss = built.loss(call(*built.args))
+    sizes = sorted(t.untyped_storage().nbytes() for t in compiled_saved(loss, exclude) if t.numel())
+    loss.backward()
+    assert sizes[0] == 1024, sizes  # the piece, on its own
+    assert "small" in {item["reason"] for item in gnmr_fx.table(built.model).kept_as_it_is}
+    assert relative_error(gradients(built, call), expected) < 1e-6
+    gnmr_fx.uninstrument(built.model)
 
 
 def test_a_tensor_that_several_units_read_is_recovered_with_any_of_them() -> None:

@@ -166,13 +166,13 @@ def test_runner_logs_and_dumps(tmp_path, caplog):
     with caplog.at_level(logging.DEBUG, logger="gnmr_fx.passes.pipeline"):
         pipeline.run(Plan(Stack().train(), get_recipe(), example_inputs=torch.randn(2, 8)), dump=tmp_path)
     names = [step.__name__ for step in pipeline.PASSES]
-    assert names == ["capture", "find", "group", "rewrite", "check"]
+    assert names == ["admit", "capture", "find", "freeze", "group", "rewrite", "check"]
     ours = [record.message for record in caplog.records if record.name == "gnmr_fx.passes.pipeline"]
     assert [message.partition(":")[0] for message in ours] == names
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         "00_before.txt", *(f"{i:02d}_{name}.txt" for i, name in enumerate(names, 1)),
     ]  # fmt: skip
-    assert "guarded_projection" in (tmp_path / "04_rewrite.txt").read_text()
+    assert "guarded_projection" in (tmp_path / "06_rewrite.txt").read_text()
 
 
 def test_compiled_forwards_are_cached_by_content():

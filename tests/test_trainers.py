@@ -29,7 +29,7 @@ from gnmr_fx.integrations import hf
 from gnmr_fx.integrations.jsonl import read_log
 from gnmr_fx.integrations.lightning import GnmrCallback as LightningCallback
 from gnmr_fx.integrations.torchtitan import GnmrConverter
-from tests.loops import CONFIG, chain, noisy, readable_kernels, train
+from tests.loops import CONFIG, chain, noisy, readable_kernels
 from tests.models import VOCAB, llama, lora
 from tests.test_integrations import read_tensorboard
 from tests.test_resume import differing
@@ -223,6 +223,20 @@ def test_whatever_the_trainer_does_to_the_model(tmp_path, options):
     assert log.report().stats["recovered"]
     assert all(line["bytes_saved"] > 0 for line in log.steps)
     assert all(getattr(m, "_gnmr_controller", None) is None for m in trainer.model.modules())
+
+
+@pytest.mark.slow
+def test_everything_stored_under_the_trainers_torch_compile(tmp_path):
+    """By Inductor's partitioner; and accelerate wraps the model before the callback instruments it."""
+    scope = gnmr_fx.AllSaved(min_bytes=64)
+    callback = hf.GnmrCallback(**OPTIONS, scope=scope, jsonl=tmp_path / "gnmr.jsonl")
+    options = {"torch_compile": True, "torch_compile_backend": "inductor", "gradient_accumulation_steps": 1}
+    trainer = trainer_of(tmp_path, [callback], max_steps=6, save_strategy="no", **options)
+    trainer.train()
+    rows = gnmr_fx.table(trainer.model).units
+    assert {activation["role"] for row in rows for activation in row.activations} >= {"query", "key", "output"}
+    assert not any("stored here" in note for row in rows for note in row.notes)
+    assert read_log(tmp_path / "gnmr.jsonl").report().stats["recovered"]
 
 
 def test_an_instrumented_model_is_used_as_it_is(tmp_path):
@@ -465,7 +479,6 @@ def test_torchtitans_protocol(tmp_path):
     assert converter.controller.stats["switches"]
     with pytest.raises(ConfigError, match="pipeline"):
         converter.post_optimizer_hook([chain()])
-    train(chain(), noisy(1))  # the hook that waited for the first step is gone
 
 
 def test_torchtitans_pipelines_are_refused():

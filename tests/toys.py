@@ -101,6 +101,17 @@ class Stack(nn.Module):
         return self.lm_head(self.norm(x))
 
 
+class FirstToken(nn.Module):
+    """A classifier of the first of many tokens, [N, T, width]: autograd keeps a small piece of a large tensor."""
+
+    def __init__(self, width: int = 32) -> None:
+        super().__init__()
+        self.body, self.classes = nn.Linear(width, width), nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.classes(self.body(x)[:, 0])
+
+
 class RMSNorm(nn.Module):
     """Statistics in fp32, as language models have it."""
 
@@ -158,7 +169,7 @@ class WithAdapter(nn.Module):
     def __init__(self, inner: nn.Linear, rank: int = 2) -> None:
         super().__init__()
         self.inner = inner.requires_grad_(False)
-        self.a = nn.Parameter(torch.randn(rank, inner.in_features))
+        self.a = nn.Parameter(torch.randn(rank, inner.in_features) / inner.in_features)
         self.b = nn.Parameter(torch.randn(inner.out_features, rank))
 
     def forward(self, x: Tensor) -> Tensor:

@@ -27,7 +27,7 @@ from gnmr_fx.config import GnmrConfig, threshold
 from gnmr_fx.errors import GnmrError, LogError
 from gnmr_fx.instrument import ModelController
 from gnmr_fx.integrations.metrics import Meter
-from gnmr_fx.recipe import Format, GemmPaths, GemmRecipe, Operands, Recipe
+from gnmr_fx.recipe import NF4, Format, FrozenRecipe, GemmPaths, GemmRecipe, Operands, Recipe
 from gnmr_fx.report import Report
 from gnmr_fx.runtime import Event
 from gnmr_fx.text import counted, recipe_data, to_json
@@ -45,6 +45,7 @@ class JsonlLogger:
         path: the file. Its folder is made if need be.
         model: the instrumented model, or its controller.
         overwrite: whether a run that starts anew may replace the log of another.
+        with_last: whether the step that the controller has just made is the first to be logged, not the next one.
 
     If the file is there already and the controller has made steps (a resumed run), the log goes on: lines of steps
     after the controller's are dropped, as is a line that was cut. If the controller has made none, the file has to be
@@ -55,12 +56,17 @@ class JsonlLogger:
     """
 
     def __init__(
-        self, path: str | os.PathLike[str], model: nn.Module | ModelController, *, overwrite: bool = False
+        self,
+        path: str | os.PathLike[str],
+        model: nn.Module | ModelController,
+        *,
+        overwrite: bool = False,
+        with_last: bool = False,
     ) -> None:
         self.path = Path(path)
         self._meter = Meter(model)
-        self._events_seen = self._controller.stats["events"]
-        self._step = self._controller.step_count
+        self._step = self._controller.step_count - with_last
+        self._events_seen = self._controller.stats["events"] - len(self._events_after(self._step))
         self.path.parent.mkdir(parents=True, exist_ok=True)
         keep = 0 if overwrite and not self._step else _continued(self.path, self._header(), self._step)
         self._file: IO[str] = open(self.path, "r+" if keep else "w", encoding="utf-8")  # noqa: SIM115
@@ -117,9 +123,21 @@ class JsonlLogger:
         self._file.write(to_json(line, None) + "\n")
         self._file.flush()
 
+    def _events_after(self, step: int) -> list[Event]:
+        newest_first = itertools.takewhile(lambda event: event.step > step, reversed(self._controller.events))
+        return list(newest_first)[::-1]
+
     def _header(self) -> dict[str, Any]:
         controller = self._controller
         units = controller.units
+        active, times = controller.flags.tolist(), [controller.times_recovered(unit.index) for unit in units]
+        steps = [controller.steps_recovered(unit.index) for unit in units]
+        if self._step < controller.step_count:  # as it was before the last step
+            steps = [count - on for count, on in zip(steps, active, strict=True)]
+            place = {unit.name: unit.index for unit in units}
+            for event in self._events_after(self._step):
+                times[place[event.unit]] -= event.changed and event.outcome == "chosen"
+                active[place[event.unit]] ^= event.changed
         return {
             "gnmr_fx": gnmr_fx.__version__,
             "log": LOG_VERSION,
@@ -129,10 +147,10 @@ class JsonlLogger:
             "budget": controller.max_active,
             "config": _config_data(controller.config),
             "start": {
-                "step": controller.step_count,
-                "active": controller.flags.nonzero().flatten().tolist(),
-                "times_recovered": [controller.times_recovered(unit.index) for unit in units],
-                "steps_recovered": [controller.steps_recovered(unit.index) for unit in units],
+                "step": self._step,
+                "active": [index for index, on in enumerate(active) if on],
+                "times_recovered": times,
+                "steps_recovered": steps,
             },
         }
 
@@ -328,14 +346,17 @@ def _config(data: Mapping[str, Any], lines: Sequence[Mapping[str, Any]]) -> Gnmr
 
 def _recipe(data: Mapping[str, Any]) -> Recipe:
     """The recipe that :func:`gnmr_fx.text.recipe_data` made ``data`` of."""
-    gemm = data.get("gemm")
-    low, high = Format.parse(data["low"]), Format.parse(data["high"])
-    if gemm is None:
-        return Recipe(low, high, data["name"])
-    options: dict[str, Any] = {
-        name: GemmPaths(**{path: Operands.parse(text) for path, text in value.items()})
-        if isinstance(value, Mapping)
-        else value
-        for name, value in gemm.items()
-    }
-    return Recipe(low, high, data["name"], GemmRecipe(**options))
+    low, high, name = Format.parse(data["low"]), Format.parse(data["high"]), data["name"]
+    if "gemm" in data:
+        options: dict[str, Any] = {
+            name: GemmPaths(**{path: Operands.parse(text) for path, text in value.items()})
+            if isinstance(value, Mapping)
+            else value
+            for name, value in data["gemm"].items()
+        }
+        return Recipe(low, high, name, GemmRecipe(**options))
+    if "frozen" in data:
+        spec = data["frozen"]["low"]
+        weights: Any = spec if spec == NF4 else Format.parse(spec)
+        return Recipe(low, high, name, frozen=FrozenRecipe(**{**data["frozen"], "low": weights}))
+    return Recipe(low, high, name)

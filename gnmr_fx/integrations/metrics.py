@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from gnmr_fx.controller import capacity
 from gnmr_fx.instrument import ModelController, controller
 from gnmr_fx.operator_rows import unit_rows
 
@@ -49,21 +50,18 @@ def step_metrics(installed: ModelController, kept: KeptBytes | None = None) -> d
         kept: bytes that are known already; :func:`kept_bytes` if not given.
 
     Returns:
-        A flat dictionary. Always there: ``active_units`` (units on the recovery path now), ``budget`` (units) and
-        ``budget_use`` (their quotient; 0 for a budget of 0). After a pass in training mode: ``bytes_saved`` (what the
-        low-cost path keeps less than PyTorch does) and ``bytes_recovered`` (what the active units keep in addition).
-        After a step: ``over_threshold``, ``refused`` (units in this step), ``over_threshold_share`` (share of all
-        unit-steps so far); and, unless no unit had a gradient, ``highest_gnmr`` and ``highest_delta_gnmr``
-        (dimensionless, ``inf`` for a norm that is not finite) with the units' names, ``highest_gnmr_unit`` and
+        A flat dictionary. Always there: ``active_units`` (units on the recovery path now), ``budget`` (at most as many
+        units; for a budget in bytes or operations as given) and ``budget_use`` (the share of it that is in use; 0 for a
+        budget of 0). After a pass in training mode: ``bytes_saved`` (what the low-cost path keeps less than PyTorch
+        does) and ``bytes_recovered`` (what the active units keep in addition). After a step: ``over_threshold``,
+        ``refused`` (units in this step), ``over_threshold_share`` (share of all unit-steps so far); and, unless no unit
+        had a gradient, ``highest_gnmr`` and ``highest_delta_gnmr`` (dimensionless, ``inf`` for a norm that is not
+        finite; under another signal its level and its change) with the units' names, ``highest_gnmr_unit`` and
         ``highest_delta_gnmr_unit``.
     """
     active = installed.flags.tolist()
-    budget = min(installed.max_active, len(installed.units))
-    found: dict[str, float | int | str] = {
-        "active_units": sum(active),
-        "budget": budget,
-        "budget_use": sum(active) / budget if budget else 0.0,
-    }
+    budget, use = _budget(installed, active)
+    found: dict[str, float | int | str] = {"active_units": sum(active), "budget": budget, "budget_use": use}
     kept = kept_bytes(installed) if kept is None else kept
     if kept is not None:
         found["bytes_saved"] = kept.full - kept.low
@@ -81,6 +79,16 @@ def step_metrics(installed: ModelController, kept: KeptBytes | None = None) -> d
             found[name] = float(ratios[index])
             found[f"{name}_unit"] = installed.units[index].name
     return found
+
+
+def _budget(installed: ModelController, active: list[bool]) -> tuple[float | int, float]:
+    """The budget, and the share of it that is in use."""
+    if installed.config.budget_unit == "units":
+        units = min(int(installed.max_active), len(active))
+        return units, sum(active) / units if units else 0.0
+    costs = torch.tensor(installed.costs(), dtype=torch.float64).clamp_(min=0.0)
+    limit = capacity(installed.max_active, costs)
+    return installed.max_active, float(costs[installed.flags].sum()) / limit if limit else 0.0
 
 
 def _highest(ratios: Tensor, missing: Tensor) -> int:

@@ -9,7 +9,7 @@ from typing import Any, Literal, Protocol, get_args
 
 from torch import nn
 
-from gnmr_fx.config import GnmrConfig, resolve_budget
+from gnmr_fx.config import GnmrConfig, check_max_active
 from gnmr_fx.errors import AlreadyInstrumentedError, ConfigError, MissingStateError
 from gnmr_fx.instrument import CONTROLLER, ModelController, instrument, unwrap
 from gnmr_fx.recipe import DEFAULT_RECIPE, Recipe, get_recipe
@@ -39,9 +39,9 @@ class Setup:
     def __post_init__(self) -> None:
         get_recipe(self.recipe)
         get_scope(self.scope)
-        resolve_budget(self.max_active, 1)
         if self.config is not None and not isinstance(self.config, GnmrConfig):
             raise ConfigError(f"config: expected a GnmrConfig or None, found {self.config!r}")
+        check_max_active(self.max_active, self.config or GnmrConfig())
 
     def apply(self, model: nn.Module) -> tuple[nn.Module, bool]:
         """Instrument ``model``, unless it or a part of it is instrumented already, which is then used as it is.
@@ -80,18 +80,21 @@ class StepLogger(Protocol):
 
 
 def open_loggers(
-    installed: ModelController, jsonl: str | os.PathLike[str] | None, tensorboard: str | os.PathLike[str] | None
+    installed: ModelController,
+    jsonl: str | os.PathLike[str] | None,
+    tensorboard: str | os.PathLike[str] | None,
+    with_last: bool = False,
 ) -> list[StepLogger]:
     """The loggers of a controller; opened after its state is restored, since they go on from there."""
     found: list[StepLogger] = []
     if jsonl is not None:
         from gnmr_fx.integrations.jsonl import JsonlLogger
 
-        found.append(JsonlLogger(jsonl, installed))
+        found.append(JsonlLogger(jsonl, installed, with_last=with_last))
     if tensorboard is not None:
         from gnmr_fx.integrations.tensorboard import TensorBoardLogger
 
-        found.append(TensorBoardLogger(tensorboard, installed))
+        found.append(TensorBoardLogger(tensorboard, installed, with_last=with_last))
     return found
 
 

@@ -32,11 +32,14 @@ class TensorBoardLogger:
     Args:
         log_dir: the folder that TensorBoard is to read.
         model: the instrumented model, or its controller.
+        with_last: whether the step that the controller has just made is the first to be logged, not the next one.
     """
 
-    def __init__(self, log_dir: str | os.PathLike[str], model: nn.Module | ModelController) -> None:
+    def __init__(
+        self, log_dir: str | os.PathLike[str], model: nn.Module | ModelController, *, with_last: bool = False
+    ) -> None:
         self._meter = Meter(model)
-        self._step = self._meter.controller.step_count
+        self._step = self._meter.controller.step_count - with_last
         self._writer = SummaryWriter(os.fspath(log_dir), purge_step=self._step + 1 if self._step else None)
         self._names: dict[str, str] = {}
 

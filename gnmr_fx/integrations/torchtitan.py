@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import distributed, nn
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from gnmr_fx.config import GnmrConfig
 from gnmr_fx.errors import ConfigError
@@ -81,8 +80,7 @@ class GnmrConverter:
         )
         self._jsonl, self._tensorboard = config.jsonl, config.tensorboard
         self._model: nn.Module | None = None
-        self._loggers: list[StepLogger] = []
-        self._first_step: Any = None
+        self._loggers: list[StepLogger] | None = None
 
     @property
     def controller(self) -> ModelController:
@@ -98,8 +96,6 @@ class GnmrConverter:
     def convert(self, model: nn.Module) -> None:
         """Instrument ``model`` in place."""
         self._model, _ = self._options.apply(model)
-        # A checkpoint is loaded between here and the first step, and the logs go on from there.
-        self._first_step = register_optimizer_step_pre_hook(self._before_first_step)
 
     def post_optimizer_hook(self, model: nn.Module | list[nn.Module]) -> None:
         """Log the step that the controller has just made by itself.
@@ -113,6 +109,10 @@ class GnmrConverter:
                 "expected the model that was converted in training, found a copy or a part of it; pipeline parallelism "
                 "is not supported"
             )
+        if self._loggers is None:  # a checkpoint may have been loaded since convert, and the logs go on from there
+            first = not distributed.is_initialized() or distributed.get_rank() == 0
+            paths = (self._jsonl, self._tensorboard)
+            self._loggers = open_loggers(self.controller, *paths, with_last=True) if first else []
         for logger in self._loggers:
             logger.log()
 
@@ -124,8 +124,3 @@ class GnmrConverter:
 
     def format_adapter(self) -> None:
         """No external format is needed."""
-
-    def _before_first_step(self, *_: Any) -> None:
-        self._first_step.remove()
-        if not distributed.is_initialized() or distributed.get_rank() == 0:
-            self._loggers = open_loggers(self.controller, self._jsonl, self._tensorboard)
