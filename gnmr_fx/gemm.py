@@ -282,6 +282,8 @@ def _choose(
             reason = "it is not a product of two matrices (a linear layer, or x @ w with a matrix w)"
         elif dtype not in kernel.dtypes:
             reason = f"{kernel.name} gives {', '.join(map(str, kernel.dtypes))}, not {dtype}"
+        elif 0 in sizes:
+            return "native"  # whatever does: nothing is multiplied
         elif sizes[0] < kernel.rows or any(n % m for n, m in zip(sizes, kernel.multiples, strict=True)):
             reason = (
                 f"{kernel.name} takes M, N, K in multiples of {kernel.multiples} with M from {kernel.rows}, not {sizes}"
@@ -367,9 +369,10 @@ def output(
     operands = in_force(spec.output, active)
     if operands == FULL:
         return KINDS[kind].forward(x, w, b, offs, extra)
-    which = _backend("output", spec.output, spec.backend, _sizes(kind, "output", x.shape, w), x.dtype, w.device)
+    sizes = _sizes(kind, "output", x.shape, w)
+    which = _backend("output", spec.output, spec.backend, sizes, x.dtype, w.device)
     shared = stored[0] if stored is not None and stored[1] == operands.left else None
-    if which[active] == "native":
+    if _is_native(which[active], sizes):
         kernel = _native(operands, w.device)
         shape = (x.numel() // x.shape[-1] if x.shape[-1] else 0, x.shape[-1])
         fmt = operands.left
@@ -401,10 +404,9 @@ def grad_input(
     operands = in_force(spec.grad_input, active)
     if operands == FULL:
         return KINDS[kind].grad_input(g, w, offs, extra, x_shape)
-    which = _backend(
-        "grad_input", spec.grad_input, spec.backend, _sizes(kind, "grad_input", x_shape, w), g.dtype, w.device
-    )
-    if which[active] == "native":
+    sizes = _sizes(kind, "grad_input", x_shape, w)
+    which = _backend("grad_input", spec.grad_input, spec.backend, sizes, g.dtype, w.device)
+    if _is_native(which[active], sizes):
         kernel = _native(operands, w.device)
         left = _matrix(g.reshape(-1, g.shape[-1]), operands.left, seed)
         right = _matrix(w.t().contiguous() if kind == "linear" else w, operands.right, seed)
@@ -431,7 +433,7 @@ def grad_weight(
         return KINDS[kind].grad_weight(g, x, offs, extra, w.shape)
     sizes = _sizes(kind, "grad_weight", x.shape, w)
     which = _backend("grad_weight", spec.grad_weight, spec.backend, sizes, g.dtype, w.device)
-    if which[active] == "native":
+    if _is_native(which[active], sizes):
         kernel = _native(operands, w.device)
         left, right = (
             _matrix(t.reshape(-1, t.shape[-1]).t().contiguous(), fmt, seed)
@@ -442,6 +444,11 @@ def grad_weight(
     of_g, of_x = summed(kind, extra, "grad_weight", (g.dim(), x.dim()), w.dim())
     left_operand, right_operand = quantized(g, of_g, operands.left, seed), quantized(x, of_x, operands.right, seed)
     return KINDS[kind].grad_weight(left_operand, right_operand, offs, extra, w.shape)
+
+
+def _is_native(which: str, sizes: tuple[int, int, int] | None) -> bool:
+    """Whether a kernel runs; where there is nothing to multiply, kernels and their scales do not apply."""
+    return which == "native" and sizes is not None and 0 not in sizes
 
 
 def _native(operands: Operands, device: torch.device) -> Kernel:
