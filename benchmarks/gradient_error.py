@@ -7,8 +7,8 @@ First table: models at their random start, fp32, eager, scope "all", all guards 
 and of each recoverable unit's weight gradient (the median and the largest one), relative to the stock model, mean over
 the seeds (of the weights, the batch and stochastic rounding). Second table: the fused attention's backward, whose
 exact log-sum-exp meets queries and keys that are stored: relative error of the gradient of the query for products of
-growing size, with everything in the format, and with query and key in 8 bits at least (what scope "all" does unless
-told otherwise).
+growing size, with everything in the format, and with query and key in 4 or 8 bits at least (8 is what
+scope "all" does unless told otherwise).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tqdm import tqdm
 
 import gnmr_fx
 from gnmr_fx import formats
-from gnmr_fx.recipe import at_least_8_bits
+from gnmr_fx.recipe import at_least
 
 FORMATS = tuple(
     gnmr_fx.Format.parse(f"{bits}/group128/{rounding}")
@@ -50,7 +50,7 @@ def of_model(name: str, fmt: gnmr_fx.Format, seed: int) -> tuple[float, list[flo
     return error(found, stock), [error({key: found[key]}, {key: stock[key]}) for key in own]
 
 
-def of_attention(fmt: gnmr_fx.Format, scale: float, precise: bool, seed: int) -> float:
+def of_attention(fmt: gnmr_fx.Format, scale: float, bits: int, seed: int) -> float:
     """Error of the query's gradient, where the backward is given stored tensors and the exact log-sum-exp."""
     generator = torch.Generator().manual_seed(seed)
     shape = (2, 256, 8, 64)  # batch, sequence, heads, width
@@ -66,7 +66,7 @@ def of_attention(fmt: gnmr_fx.Format, scale: float, precise: bool, seed: int) ->
     query, key, value, gradient = draw(scale**0.5), draw(scale**0.5), draw(1.0), draw(1.0)
     exact = [x.transpose(1, 2).requires_grad_() for x in (query, key, value)]
     attention(*exact).backward(gradient.transpose(1, 2))
-    own = at_least_8_bits(fmt) if precise else fmt
+    own = at_least(fmt, bits)
     replaced = {
         id(x): y for x, y in zip(exact, [stored(query, own), stored(key, own), stored(value, fmt)], strict=True)
     }
@@ -105,9 +105,9 @@ def model_rows(names: list[str], seeds: int) -> Iterator[tuple[str, ...]]:
 def attention_rows(seeds: int) -> Iterator[tuple[str, ...]]:
     """A row for each format and way to store query and key."""
     for fmt in FORMATS:
-        for precise in (False, True) if fmt.bits != 8 else (False,):
-            values = [statistics.fmean(of_attention(fmt, s, precise, seed) for seed in range(seeds)) for s in SCALES]
-            how = "query, key in int8" if precise else "everything so"
+        for bits in (0, *(more for more in (4, 8) if more > (fmt.bits or 0))):
+            values = [statistics.fmean(of_attention(fmt, s, bits, seed) for seed in range(seeds)) for s in SCALES]
+            how = f"query, key in int{bits}" if bits else "everything so"
             yield (fmt.label, how, *(f"{v:.3g}" for v in values))
 
 

@@ -2,8 +2,10 @@
 
     python benchmarks/memory.py                               # small models of six architectures, eager and compiled
     python benchmarks/memory.py --models llama --large --dtype float32    # hidden 512, 8 layers, sequence 512
-    python benchmarks/memory.py --models llama --large --bytes-only       # the same in bf16, one forward each
+    python benchmarks/memory.py --large --bytes-only --modes eager partitioned      # all six at that size in bf16
     python benchmarks/memory.py --show --json out/memory.jsonl --plot docs/memory.png      # what was measured before
+
+The modes are eager, compiled (by Inductor) and partitioned: the same graphs, interpreted, for bytes alone.
 
 Every variant trains a copy of the same model on the same batch, all guards low, and is measured after a warm-up step;
 with --large each in a process of its own, since peak memory is a process's. *Kept* is the number of bytes of the
@@ -25,6 +27,7 @@ import multiprocessing
 import resource
 import statistics
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -41,7 +44,7 @@ from gnmr_fx.saved import AsItIs, Packed
 VOCABULARY = 1000
 VARIANTS = (
     "stock", "checkpointing", "fp8 pass", "projections int4", "all int8", "all int4", "all int2", "all int4, low q k",
-    "all int2, low q k",
+    "all int2, int4 q k", "all int2, low q k",
 )  # fmt: skip
 MODELS = ("llama", "gpt2", "bert", "qwen3", "mixtral", "vit")
 
@@ -87,7 +90,6 @@ def build(name: str, large: bool, dtype: torch.dtype, seed: int = 0) -> tuple[nn
                 resid_pdrop=0.0,
                 embd_pdrop=0.0,
                 attn_pdrop=0.0,
-                loss_type="ForCausalLMLoss",
             )
         ),
         "bert": lambda: t.BertForMaskedLM(
@@ -97,7 +99,62 @@ def build(name: str, large: bool, dtype: torch.dtype, seed: int = 0) -> tuple[nn
         ),
     }
     ids = torch.randint(0, VOCABULARY, (batch, length))
-    return models[name]().to(dtype).train(), {"input_ids": ids, "labels": ids.clone()}
+    language: Any = models[name]().to(dtype).train()
+    if name == "gpt2":
+        language.loss_type = "ForCausalLM"  # else its loss logs a message, where Dynamo breaks the graph
+    return language, {"input_ids": ids, "labels": ids.clone()}
+
+
+MODES: Mapping[str, Callable[[nn.Module], Callable[..., Any]]] = {
+    "eager": lambda model: model,
+    "compiled": lambda model: torch.compile(model),
+    "partitioned": lambda model: torch.compile(model, backend=partition_only()),
+}
+
+
+def partition_only() -> Callable[..., Any]:
+    """A backend that gives Inductor's partitioner the graphs that Inductor would, and interprets what comes out.
+
+    What is kept is the partitioner's choice; compiling the graphs takes minutes, and changes but the layout of it.
+    """
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._functorch._aot_autograd.utils import make_boxed_func
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+    from torch._inductor import config
+    from torch._inductor.decomposition import select_decomp_table
+
+    def interpret(graph: torch.fx.GraphModule, inputs: Any) -> Callable[..., Any]:
+        return make_boxed_func(graph.forward)
+
+    def partition(graph: torch.fx.GraphModule, inputs: Any, **options: Any) -> Any:
+        chosen = config.custom_partitioner_fn or min_cut_rematerialization_partition
+        return chosen(graph, inputs, compiler="inductor", **options)
+
+    decompositions = select_decomp_table()
+    return aot_autograd(
+        fw_compiler=interpret, bw_compiler=interpret, partition_fn=partition, decompositions=decompositions
+    )
+
+
+def skip_products() -> torch.library.Library:
+    """Let matrix products on the CPU give zeros while the result is alive: bytes do not depend on values, and bf16
+    products take minutes on many CPUs."""
+    library = torch.library.Library("aten", "IMPL")
+
+    def zeros(*operands: Tensor, **_: Any) -> Tensor:
+        a, b = operands[-2:]
+        return a.new_zeros(*a.shape[:-1], b.shape[-1])
+
+    def fill(*_: Tensor, out: Tensor, **__: Any) -> Tensor:
+        return out.zero_()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that kernels are replaced
+        for name in ("mm", "addmm", "bmm", "baddbmm"):
+            library.impl(name, zeros, "CPU")
+            library.impl(f"{name}.out", fill, "CPU")
+        library.impl("_grouped_mm", lambda a, b, *_, **__: zeros(a, b), "CPU")
+    return library
 
 
 def prepare(model: nn.Module, variant: str) -> dict[str, Any]:
@@ -112,8 +169,9 @@ def prepare(model: nn.Module, variant: str) -> dict[str, Any]:
         return {"activation_quantization_aten_pass": options}
     elif variant != "stock":
         scope, _, rest = variant.partition(" ")
-        bits, low = rest.split(",")[0], "low q k" in rest
-        all_saved = gnmr_fx.AllSaved(min_bytes=1 << 12, attention="low" if low else "int8")
+        bits, _, attention = rest.removesuffix(" q k").partition(", ")
+        queries: Any = attention or "int8"
+        all_saved = gnmr_fx.AllSaved(min_bytes=1 << 12, attention=queries)
         recipe = gnmr_fx.Recipe(gnmr_fx.Format.parse(bits), gnmr_fx.Format("int8"))
         gnmr_fx.instrument(model, recipe, scope="projections" if scope == "projections" else all_saved)
         gnmr_fx.controller(model).force("low")
@@ -175,25 +233,27 @@ def memory(field: str) -> float:
     return float("nan")
 
 
-def measure(task: tuple[str, str, bool, bool, str, int]) -> dict[str, Any]:
+def measure(task: tuple[str, str, str, bool, str, int]) -> dict[str, Any]:
     """One variant of one model, in this process."""
-    name, variant, compiled, large, dtype, rounds = task
+    name, variant, mode, large, dtype, rounds = task
     for noisy in ("torchao", "torch.utils._pytree", "transformers"):
         logging.getLogger(noisy).setLevel(logging.ERROR)
     model, batch = build(name, large, getattr(torch, dtype))
     stock = gradients(model, batch, model) if rounds else {}
+    kernels = None if rounds else skip_products()
     from torch._inductor import config
 
     with config.patch(post_grad_fusion_options=prepare(model, variant)):
-        return {"model": name, "variant": variant, **measured(model, batch, compiled, rounds, stock)}
+        found = {"model": name, "variant": variant, **measured(model, batch, mode, rounds, stock)}
+    del kernels
+    return found
 
 
 def measured(
-    model: nn.Module, batch: dict[str, Tensor], compiled: bool, rounds: int, stock: Mapping[str, Tensor]
+    model: nn.Module, batch: dict[str, Tensor], mode: str, rounds: int, stock: Mapping[str, Tensor]
 ) -> dict[str, Any]:
     """The figures of a model that is set up; without ``rounds`` nothing but bytes, of one forward."""
-    mode = "compiled" if compiled else "eager"
-    call: Callable[..., Any] = torch.compile(model) if compiled else model
+    call = MODES[mode](model)
     exclude = [*model.parameters(), *model.buffers(), *batch.values()]
     found = gradients(model, batch, call) if rounds else {}
     loss = call(**batch).loss
@@ -267,7 +327,7 @@ def plot(results: list[dict[str, Any]], path: Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    modes = [mode for mode in ("eager", "compiled") if any(r["mode"] == mode for r in results)]
+    modes = [mode for mode in MODES if any(r["mode"] == mode for r in results)]
     figure, axes = plt.subplots(len(modes), 1, figsize=(9, 3.2 * len(modes)), squeeze=False)
     models = list(dict.fromkeys(r["model"] for r in results))
     variants = [v for v in VARIANTS if any(r["variant"] == v for r in results)]
@@ -294,13 +354,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="*", default=MODELS, choices=MODELS, metavar="MODEL")
     parser.add_argument("--variants", nargs="*", default=VARIANTS, choices=VARIANTS, metavar="VARIANT")
-    parser.add_argument("--modes", nargs="*", default=("eager", "compiled"), choices=("eager", "compiled"))
+    parser.add_argument("--modes", nargs="*", default=("eager", "compiled"), choices=MODES, metavar="MODE")
     parser.add_argument("--large", action="store_true", help="hidden 512, 8 layers, sequence 512")
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--json", type=Path, default=Path("out/memory.jsonl"), help="results are appended to it")
     parser.add_argument("--plot", type=Path, default=None)
-    parser.add_argument("--bytes-only", action="store_true", help="one forward of each variant: no times, no gradients")
+    parser.add_argument("--bytes-only", action="store_true", help="one forward of each variant, without its products")
     parser.add_argument("--show", action="store_true", help="measure nothing: show what the file of --json holds")
     arguments = parser.parse_args()
     if arguments.show:
@@ -313,7 +373,7 @@ def main() -> None:
         (
             name,
             variant,
-            mode == "compiled",
+            mode,
             arguments.large,
             arguments.dtype,
             0 if arguments.bytes_only else arguments.rounds,
@@ -327,7 +387,7 @@ def main() -> None:
     results = []
     context = multiprocessing.get_context("spawn")
     for task in tqdm(tasks):
-        if arguments.large:
+        if arguments.large and not arguments.bytes_only:
             with context.Pool(1) as pool:
                 results.append(pool.apply(measure, (task,)))
         else:

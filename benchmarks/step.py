@@ -2,10 +2,12 @@
 
     python benchmarks/step.py                    # the demo model, eager and compiled
     python benchmarks/step.py --hidden 512 --layers 8 --seq 512 --batch 4 --dtype bf16 --device cuda
+    python benchmarks/step.py --modes compiled --signal error gap       # what other signals cost
 
 Every round runs one step of every variant, so that a change in the machine's load meets them all; times are ratios to
-full precision in the same round (median, and the 10th and 90th percentile over the rounds). Bytes are those of distinct
-storages that autograd keeps between forward and backward, parameters left out.
+full precision in the same round (median, and the 10th and 90th percentile over the rounds), and to GNMR with its
+default signal (mean and median over the rounds: signals that measure errors do so every few steps only). Bytes are
+those of distinct storages that autograd keeps between forward and backward, parameters left out.
 """
 
 from __future__ import annotations
@@ -122,6 +124,9 @@ def variants(arguments: argparse.Namespace, compiled: bool) -> list[Variant]:
     high = gnmr_fx.instrument(copy.deepcopy(base), "saved-int4-int8")
     gnmr_fx.controller(high).force("high")
     models["all recovered"] = high
+    for signal in arguments.signal:
+        config = gnmr_fx.GnmrConfig(signal=signal, signal_every=arguments.signal_every)
+        models[f"signal {signal}"] = gnmr_fx.instrument(copy.deepcopy(base), max_active=arguments.budget, config=config)
     return [Variant(name, model, compiled) for name, model in models.items()]
 
 
@@ -137,14 +142,17 @@ def measure_steps(arguments: argparse.Namespace, compiled: bool) -> list[dict[st
         for run in runs:
             run.step(ids, measure=True)
     base = torch.tensor(runs[0].seconds)
+    gnmr = torch.tensor(next(run.seconds for run in runs if run.name == "GNMR 4/8-bit"))
     rows = []
     for run in runs:
         ratios = torch.tensor(run.seconds) / base
         low, middle, high = torch.quantile(ratios, torch.tensor([0.1, 0.5, 0.9])).tolist()
+        to_gnmr = torch.tensor(run.seconds) / gnmr
         rows.append({
             "mode": mode, "variant": run.name, "ms": 1e3 * float(torch.tensor(run.seconds).median()),
             "time_ratio": middle, "time_ratio_p10": low, "time_ratio_p90": high,
             "bytes": run.bytes, "bytes_ratio": run.bytes / runs[0].bytes, "controller_share": controller_share(run),
+            "to_gnmr_mean": float(to_gnmr.mean()), "to_gnmr_median": float(to_gnmr.median()),
         })  # fmt: skip
     return rows
 
@@ -188,6 +196,7 @@ def median_ms(seconds: list[float]) -> float:
 
 
 STEP_HEADERS = ["mode", "variant", "ms/step", "time ratio (p10-p90)", "MiB kept", "bytes ratio", "controller"]
+STEP_HEADERS += ["time to GNMR, mean (median)"]
 
 
 def show_step(row: dict[str, Any]) -> list[str]:
@@ -201,6 +210,7 @@ def show_step(row: dict[str, Any]) -> list[str]:
         f"{row['bytes'] / 2**20:.2f}",
         f"{row['bytes_ratio']:.3f}",
         "-" if share is None else f"{share:.2%}",
+        f"{row['to_gnmr_mean']:.3f} ({row['to_gnmr_median']:.3f})",
     ]
 
 
@@ -215,11 +225,13 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         ("rounds", 20),
         ("budget", 5),
         ("seed", 0),
+        ("signal-every", 10),
     ):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--modes", nargs="+", choices=("eager", "compiled"), default=["eager", "compiled"])
+    parser.add_argument("--signal", nargs="*", choices=("gnmr", "error", "gap"), default=[], help="variants of GNMR")
     parser.add_argument("--out", type=Path, default=Path("out/step.json"))
     arguments = parser.parse_args(argv)
     rows = [row for mode in arguments.modes for row in measure_steps(arguments, mode == "compiled")]

@@ -341,7 +341,7 @@ def follow(losses: Iterator[float], policy: Policy, controller: Controller | Non
     """Run the training loop behind ``losses`` to its end, or to Ctrl-C, with a progress bar."""
     trace = Trace()
     units = [unit.name for unit in controller.units] if controller else []
-    max_active = min(controller.max_active, len(units)) if controller else 0
+    max_active = min(int(controller.max_active), len(units)) if controller else 0
     draw = random.Random(settings.seed)
     refresh = 0.1 if sys.stderr.isatty() else 10.0  # seconds between two states of the bar; fewer of them in a log
     with tqdm(total=settings.steps, mininterval=refresh, unit="step") as bar:

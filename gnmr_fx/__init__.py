@@ -5,34 +5,41 @@ model = torch.compile(model)
 print(gnmr_fx.table(model))
 """
 
+from gnmr_fx.audit import Audit, audit
 from gnmr_fx.config import GnmrConfig
 from gnmr_fx.errors import (
+    AdapterError,
     AlreadyInstrumentedError,
+    AuditError,
     BudgetError,
     ConfigError,
     DoubleBackwardError,
     FormatError,
+    FrozenWeightError,
     GnmrError,
     GnmrWarning,
     InvariantError,
     LazyParameterError,
+    LogError,
     MissingDependencyError,
+    MissingStateError,
     NativeKernelError,
     NoRecoverableOperatorError,
     NotInstrumentedError,
     PatternError,
+    QuantizedWeightError,
     RankMismatchError,
     RecipeError,
     StateMismatchError,
     UnknownRecipeError,
     UnknownUnitError,
     UnsupportedBackendError,
-    UnsupportedTensorError,
+    UnsupportedInputError,
     UnsupportedTransformError,
 )
 from gnmr_fx.instrument import controller, instrument, uninstrument
 from gnmr_fx.operator_table import Table, table
-from gnmr_fx.recipe import RECIPES, Format, GemmPaths, GemmRecipe, Operands, Recipe, dsv3, dynamic_gemm
+from gnmr_fx.recipe import RECIPES, Format, FrozenRecipe, GemmPaths, GemmRecipe, Operands, Recipe, dsv3, dynamic_gemm
 from gnmr_fx.report import Report, report
 from gnmr_fx.scope import AllSaved
 
@@ -40,13 +47,18 @@ __version__ = "0.1.0"
 
 __all__ = [
     "RECIPES",
+    "AdapterError",
     "AllSaved",
     "AlreadyInstrumentedError",
+    "Audit",
+    "AuditError",
     "BudgetError",
     "ConfigError",
     "DoubleBackwardError",
     "Format",
     "FormatError",
+    "FrozenRecipe",
+    "FrozenWeightError",
     "GemmPaths",
     "GemmRecipe",
     "GnmrConfig",
@@ -54,12 +66,15 @@ __all__ = [
     "GnmrWarning",
     "InvariantError",
     "LazyParameterError",
+    "LogError",
     "MissingDependencyError",
+    "MissingStateError",
     "NativeKernelError",
     "NoRecoverableOperatorError",
     "NotInstrumentedError",
     "Operands",
     "PatternError",
+    "QuantizedWeightError",
     "RankMismatchError",
     "Recipe",
     "RecipeError",
@@ -69,8 +84,9 @@ __all__ = [
     "UnknownRecipeError",
     "UnknownUnitError",
     "UnsupportedBackendError",
-    "UnsupportedTensorError",
+    "UnsupportedInputError",
     "UnsupportedTransformError",
+    "audit",
     "controller",
     "dsv3",
     "dynamic_gemm",

@@ -54,6 +54,14 @@ class StateMismatchError(GnmrError, ValueError):
     """A controller state that belongs to other units, another configuration or another version."""
 
 
+class MissingStateError(GnmrError, FileNotFoundError):
+    """A run is resumed from a checkpoint without a controller state, or from one that cannot be found."""
+
+
+class LogError(GnmrError, ValueError):
+    """A log that cannot be read, or that belongs to another run."""
+
+
 class UnknownUnitError(GnmrError, ValueError):
     """A unit name that the controller does not have."""
 
@@ -70,6 +78,22 @@ class UnsupportedTransformError(GnmrError, RuntimeError):
     """A ``torch.func`` transform (``grad``, ``vmap``, ...) over a guarded operator."""
 
 
+class AdapterError(GnmrError, ValueError):
+    """A recipe for frozen weights under adapters was given a model without adapters, or without a frozen weight."""
+
+
+class QuantizedWeightError(GnmrError, ValueError):
+    """A weight that another library has quantized or sharded already, or that is no floating-point tensor."""
+
+
+class FrozenWeightError(GnmrError, RuntimeError):
+    """A weight that gnmr-fx stores quantized was replaced, unfrozen, or read in a way that is not covered."""
+
+
+class UnsupportedInputError(GnmrError, TypeError):
+    """An activation of a dtype or kind that a guarded operator cannot take."""
+
+
 class UnsupportedBackendError(GnmrError, RuntimeError):
     """A model in scope "all" was compiled by a backend on which the partition pass cannot run."""
 
@@ -78,8 +102,8 @@ class NativeKernelError(GnmrError, RuntimeError):
     """A recipe asks for native kernels where torch has none for the device, the formats or the shapes."""
 
 
-class UnsupportedTensorError(GnmrError, TypeError):
-    """A tensor of a kind that a recipe cannot work with."""
+class AuditError(GnmrError, ValueError):
+    """A model, recipe or loss function that :func:`gnmr_fx.audit` cannot measure gaps of."""
 
 
 class InvariantError(GnmrError, RuntimeError):

@@ -20,9 +20,9 @@ Storage. ``Encoded(payload, scales)``:
 =========  =================================================  =======================================
 dtype      payload                                            scales
 =========  =================================================  =======================================
-intB       uint8 ``[N, g * B / 8]``, ``8 / B`` codes a byte   ``[N, 2]``: scale, zero point
+intB       uint8 ``[N, g * B / 8]``                           ``[N, 2]``: scale, zero point
 symmetric  int8 ``[N, g]``                                    ``[N, 1]``: scale
-fp6_*      uint8 ``[N, g * 3 / 4]``, 4 codes in 3 bytes       ``[N, 1]``: scale
+fp6_*      uint8 ``[N, g * 6 / 8]``                           ``[N, 1]``: scale
 fp8_*      the float8 dtype, ``[N, g]``                       ``[N, 1]``: scale
 bf16       bfloat16 ``[rows, K]``                             ``[rows, 0]``
 none       the dtype of ``x``, ``[rows, K]``                  ``[rows, 0]``
@@ -32,9 +32,9 @@ Scales are bfloat16, float32, or, for e8m0, uint8 (the exponent plus 127; 255 = 
 
 Codes are packed in split order: with ``c = 8 / B`` codes a byte and ``h = g / c``, byte ``j`` of a group
 holds codes ``j, j + h, j + 2h, …``, lowest bits first, so that packing and unpacking touch runs of
-neighbours. Of 6-bit codes (sign, exponent, mantissa, as in the OCP MX specification) bytes ``j``, ``j + h`` and
-``j + 2h`` (``h = g / 4``) hold codes ``j``, ``j + h`` and ``j + 2h`` in their lower six bits and, two bits each, code
-``j + 3h`` in their upper ones.
+neighbours. Of int3 8 codes make 3 bytes, of 6-bit floats (sign, exponent, mantissa, as in the OCP MX specification) 4:
+with ``h = g / c``, the codes ``j, j + h, j + 2h, …`` are the digits of a 24-bit number, lowest first, whose bytes,
+lowest first, are bytes ``j, j + h, j + 2h`` of the group.
 
 Numerics. Arithmetic is in fp32, whatever the dtype of ``x``. Integer formats are torchao's affine
 quantization (``torchao.quantization.quant_primitives``: asymmetric, zero kept exactly) with the scale
@@ -147,10 +147,11 @@ class Packing(NamedTuple):
 
 
 def packing(fmt: Format) -> Packing:
-    """How ``fmt`` packs its codes."""
-    if fmt.is_fp6:
-        return Packing(4, 3)
-    return Packing(8 // fmt.bits if fmt.is_integer and fmt.bits else 1, 1)
+    """How ``fmt`` packs its codes: in the smallest whole number of bytes that some number of codes fills."""
+    if fmt.bits is None or not (fmt.is_integer or fmt.is_fp6):
+        return Packing(1, 1)
+    shared = math.gcd(fmt.bits, 8)
+    return Packing(8 // shared, fmt.bits // shared)
 
 
 def _cut(length: int, size: int, multiple: int = 1) -> tuple[int, int]:
@@ -394,7 +395,8 @@ def decode_groups(payload: Tensor, scales: Tensor, fmt: Format, dtype: torch.dty
         decoded = _decode_int(payload, scales, fmt)
     else:
         scale = _scale_from_e8m0(scales) if fmt.scale == "e8m0" else scales.float()
-        decoded = (_unpack_fp6(payload, fmt) if fmt.is_fp6 else payload.float()) * scale
+        values = _fp6_values(torch.cat(_unpack(payload, fmt), dim=1), fmt) if fmt.is_fp6 else payload.float()
+        decoded = values * scale
     return _finish(decoded, dtype)
 
 
@@ -471,7 +473,7 @@ def _encode_float(x: Tensor, fmt: Format, word: int | Tensor) -> tuple[Tensor, T
     scale, stored = _amax_scale(x, fmt, top)
     if fmt.is_fp6:
         steps, _, exponent = _in_steps(x, x / scale, fmt, word)
-        return _pack_fp6(steps, (exponent - (127 + smallest)).to(torch.float32), mantissa), stored
+        return _pack(_fp6_codes(steps, (exponent - (127 + smallest)).to(torch.float32), mantissa), fmt), stored
     y = _on_grid(x, scale, fmt, word) if fmt.is_stochastic else x / scale
     # A rounded scale lets y pass the largest value by 2^-8: e4m3 would turn that into nan.
     return torch.clamp(y, -top, top).to(_FP8_DTYPES[fmt.dtype]), stored
@@ -514,31 +516,43 @@ def _scale_from_e8m0(stored: Tensor) -> Tensor:
     return torch.where(exponent == 0xFF, math.nan, (exponent << 23).view(torch.float32))
 
 
-# Packing is arithmetic on fp32, where bytes are exact: a byte is the number whose digits in base 2**bits
-# are its codes. Inductor vectorizes conversions between uint8 and fp32 best; those through int32 it does
-# one by one.
+# Packing is arithmetic on fp32, where numbers of up to 24 bits are exact: a byte (or three of them) is the number whose
+# digits in base 2**bits are its codes. Inductor vectorizes conversions between uint8 and fp32 best; those through
+# int32 it does one by one.
 
 
 def _pack(codes: Tensor, fmt: Format) -> Tensor:
     """Whole-numbered fp32 codes ``[N, g]`` to bytes ``[N, g * bits / 8]``, in split order."""
-    low, *higher = codes.chunk(packing(fmt).codes, dim=1)
+    count, size = packing(fmt)
+    low, *higher = codes.chunk(count, dim=1)
     for index, part in enumerate(higher, start=1):
         low = low + part * float(_base(fmt) ** index)
-    return low.to(torch.uint8)
+    return low.to(torch.uint8) if size == 1 else torch.cat(_digits(low, 256, size), dim=1).to(torch.uint8)
 
 
 def _unpack(payload: Tensor, fmt: Format) -> list[Tensor]:
-    """The ``8 / bits`` parts that :func:`_pack` joined, fp32 ``[N, g * bits / 8]`` each."""
-    rest, parts = payload.to(torch.float32), []
-    for _ in range(packing(fmt).codes - 1):
-        higher = torch.floor(rest * (1.0 / _base(fmt)))
-        parts.append(rest - higher * float(_base(fmt)))
-        rest = higher
-    return [*parts, rest]
+    """The parts that :func:`_pack` joined, one after the other, fp32."""
+    count, size = packing(fmt)
+    number = payload.to(torch.float32)
+    if size > 1:
+        number, *higher = number.chunk(size, dim=1)
+        for index, part in enumerate(higher, start=1):
+            number = number + part * float(256**index)
+    return _digits(number, _base(fmt), count)
 
 
-def _pack_fp6(steps: Tensor, exponent: Tensor, mantissa: int) -> Tensor:
-    """6-bit floats ``[N, g]`` to bytes ``[N, g * 3 / 4]``.
+def _digits(number: Tensor, base: int, count: int) -> list[Tensor]:
+    """The ``count`` digits of whole numbers below ``base**count``, lowest first, in fp32; ``base`` is a power of 2."""
+    digits = []
+    for _ in range(count - 1):
+        higher = torch.floor(number * (1.0 / base))
+        digits.append(number - higher * float(base))
+        number = higher
+    return [*digits, number]
+
+
+def _fp6_codes(steps: Tensor, exponent: Tensor, mantissa: int) -> Tensor:
+    """The codes of 6-bit floats ``[N, g]``, whole numbers in fp32.
 
     Args:
         steps: the value in steps of its binade, whole, ``[N, g]`` fp32; nan becomes 0.
@@ -549,22 +563,12 @@ def _pack_fp6(steps: Tensor, exponent: Tensor, mantissa: int) -> Tensor:
     # normal value is what lifts its code into the next binade, and a value rounded up to a power of two, too.
     code = torch.clamp(exponent * float(2**mantissa) + steps.abs(), max=31.0)
     code = torch.where(code >= 0.0, code, 0.0)
-    code = torch.where(steps < 0.0, code + 32.0, code)
-    a, b, c, d = code.chunk(4, dim=1)
-    d_high = torch.floor(d * (1.0 / 16.0))
-    d_middle = torch.floor((d - d_high * 16.0) * 0.25)
-    d_low = d - d_high * 16.0 - d_middle * 4.0
-    parts = [a + d_low * 64.0, b + d_middle * 64.0, c + d_high * 64.0]
-    return torch.cat([part.to(torch.uint8) for part in parts], dim=1)
+    return torch.where(steps < 0.0, code + 32.0, code)
 
 
-def _unpack_fp6(payload: Tensor, fmt: Format) -> Tensor:
-    """Values of 6-bit floats, fp32 ``[N, g]``, from bytes ``[N, g * 3 / 4]``."""
+def _fp6_values(code: Tensor, fmt: Format) -> Tensor:
+    """The values of 6-bit floats, fp32, from their codes."""
     smallest, mantissa, _ = _GRID[fmt.dtype]
-    parts = payload.to(torch.float32).chunk(3, dim=1)
-    upper = [torch.floor(part * (1.0 / 64.0)) for part in parts]
-    codes = [part - high * 64.0 for part, high in zip(parts, upper, strict=True)]
-    code = torch.cat([*codes, upper[0] + upper[1] * 4.0 + upper[2] * 16.0], dim=1)
     negative = code >= 32.0
     magnitude = torch.where(negative, code - 32.0, code)
     binade = torch.floor(magnitude * 2.0**-mantissa)
@@ -576,7 +580,7 @@ def _unpack_fp6(payload: Tensor, fmt: Format) -> Tensor:
 
 
 def _base(fmt: Format) -> int:
-    """Number of codes of an integer format."""
+    """Number of codes of a format."""
     return 2 ** (fmt.bits or 0)
 
 

@@ -13,20 +13,21 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo
 
 from gnmr_fx import distributed, kernels
-from gnmr_fx.errors import DoubleBackwardError, FormatError, NativeKernelError, UnsupportedTensorError
+from gnmr_fx.errors import DoubleBackwardError, NativeKernelError, UnsupportedInputError
 from gnmr_fx.formats import Encoded, from_groups, layout
 from gnmr_fx.projections import KINDS, split_equation
 from gnmr_fx.recipe import FULL, Backend, Format, GemmPaths, GemmRecipe, Operands
-from gnmr_fx.units import Kept, announce, observe, observe_backends
+from gnmr_fx.units import Kept, announce, measure, observe, observe_backends
 
 NAMESPACE = "gnmr_fx"
+Seed: TypeAlias = Tensor | int | None
 Gemm = Literal["output", "grad_input", "grad_weight"]
 GEMMS: tuple[Gemm, ...] = ("output", "grad_input", "grad_weight")
 
@@ -47,7 +48,7 @@ class Spec(NamedTuple):
     @classmethod
     def of_eval(cls, recipe: GemmRecipe) -> Spec:
         """The text of what runs in ``eval()``: one path, whatever the guard says."""
-        chosen = {gemm: getattr(getattr(recipe, gemm), recipe.eval_path) for gemm in GEMMS}
+        chosen = {gemm: getattr(getattr(recipe, gemm), recipe.evaluate) for gemm in GEMMS}
         return cls._of({gemm: GemmPaths(operands, operands) for gemm, operands in chosen.items()}, recipe.backend)
 
     @classmethod
@@ -66,6 +67,11 @@ def parse_paths(text: str) -> GemmPaths:
     """The paths that a field of :class:`Spec` names."""
     low, _, high = text.partition(" -> ")
     return GemmPaths(Operands.parse(low), Operands.parse(high))
+
+
+def operand_spec(spec: Spec) -> str:
+    """The format in which the low-cost path takes the activation."""
+    return str(parse_paths(spec.output).low.left)
 
 
 def in_force(text: str, active: bool) -> Operands:
@@ -106,7 +112,7 @@ def summed(kind: str, extra: str, gemm: Gemm, dims: tuple[int, int], w_dim: int)
     return activation, (inner if gemm == "output" else (-1 if inner == -2 else -2),)
 
 
-def quantized(t: Tensor, dims: tuple[int, ...], fmt: Format, seed: Tensor | None) -> Tensor:
+def quantized(t: Tensor, dims: tuple[int, ...], fmt: Format, seed: Seed) -> Tensor:
     """``t`` as ``fmt`` along ``dims`` gives it back, in the same shape and dtype, of any strides."""
     if fmt == Format("none"):
         return t
@@ -118,7 +124,7 @@ def quantized(t: Tensor, dims: tuple[int, ...], fmt: Format, seed: Tensor | None
     return _along_rows(rows, fmt, seed).view(moved.shape).movedim(tuple(range(-len(ends), 0)), ends)
 
 
-def _along_rows(rows: Tensor, fmt: Format, seed: Tensor | None) -> Tensor:
+def _along_rows(rows: Tensor, fmt: Format, seed: Seed) -> Tensor:
     """Like :func:`gnmr_fx.kernels.roundtrip`, where the length of a row is a number of tokens and changes."""
     length = rows.shape[-1]
     if fmt.granularity == "group" and length % fmt.group_size:
@@ -136,17 +142,24 @@ class Kernel(NamedTuple):
 
     Attributes:
         name: of the function in torch.
-        run: ``(left, right, dtype) -> Tensor``: the product of ``left`` [M, C] and ``right`` [P, C] transposed.
+        multiply: the function, with its arguments sorted out.
         multiples: what M, P and C have to be multiples of.
         rows: the least M.
         dtypes: of the results it can give.
     """
 
     name: str
-    run: Callable[[Matrix, Matrix, torch.dtype], Tensor]
+    multiply: Callable[[Matrix, Matrix, torch.dtype], Tensor]
     multiples: tuple[int, int, int] = (1, 1, 1)
     rows: int = 1
     dtypes: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16, torch.float32)
+
+    def run(self, left: Matrix, right: Matrix, dtype: torch.dtype) -> Tensor:
+        """The product of ``left`` [M, C] and ``right`` [P, C] transposed, [M, P] in ``dtype``."""
+        if left.codes.numel() == 0 or right.codes.numel() == 0:  # refused by some kernels
+            shape = (left.codes.shape[0], right.codes.shape[0])
+            return torch.zeros(shape, dtype=dtype, device=left.codes.device)
+        return self.multiply(left, right, dtype)
 
 
 class Matrix(NamedTuple):
@@ -232,7 +245,7 @@ def native_kernel(operands: Operands, device: torch.device) -> tuple[Kernel | No
     return kernel, ""
 
 
-def _matrix(rows: Tensor, fmt: Format, seed: Tensor | None) -> Matrix:
+def _matrix(rows: Tensor, fmt: Format, seed: Seed) -> Matrix:
     """``rows`` [M, C] in ``fmt``, as kernels take it."""
     encoded = kernels.encode(rows, fmt, seed, dynamic=True)
     return _codes(encoded, fmt, rows.shape)
@@ -283,7 +296,7 @@ def _choose(
         elif dtype not in kernel.dtypes:
             reason = f"{kernel.name} gives {', '.join(map(str, kernel.dtypes))}, not {dtype}"
         elif 0 in sizes:
-            return "native"  # whatever does: nothing is multiplied
+            return "native"  # which multiplies nothing
         elif sizes[0] < kernel.rows or any(n % m for n, m in zip(sizes, kernel.multiples, strict=True)):
             reason = (
                 f"{kernel.name} takes M, N, K in multiples of {kernel.multiples} with M from {kernel.rows}, not {sizes}"
@@ -291,11 +304,15 @@ def _choose(
         else:
             return "native"
     if backend == "native":
-        raise NativeKernelError(
-            f"expected a native kernel for the {gemm} GEMM with operands {operands.label}, found none: {reason}; "
-            "use backend='auto' to emulate where there is none, or backend='emulated'"
-        )
+        raise _no_kernel(gemm, operands, reason)
     return "emulated"
+
+
+def _no_kernel(gemm: Gemm, operands: Operands, reason: str) -> NativeKernelError:
+    return NativeKernelError(
+        f"expected a native kernel for the {gemm} GEMM with operands {operands.label}, found none: {reason}; use "
+        "backend='auto' to emulate where there is none, or backend='emulated'"
+    )
 
 
 def check_native(recipe: GemmRecipe, device: torch.device) -> None:
@@ -307,10 +324,7 @@ def check_native(recipe: GemmRecipe, device: torch.device) -> None:
         for operands in {paths.low, paths.high} - {FULL}:
             kernel, reason = native_kernel(operands, device)
             if kernel is None:
-                raise NativeKernelError(
-                    f"expected a native kernel for the {gemm} GEMM with operands {operands.label}, found none: "
-                    f"{reason}; use backend='auto' to emulate where there is none, or backend='emulated'"
-                )
+                raise _no_kernel(gemm, operands, reason)
 
 
 def _sizes(kind: str, gemm: Gemm, x_shape: Sequence[int], w: Tensor) -> tuple[int, int, int] | None:
@@ -351,7 +365,7 @@ def output(
     b: Tensor | None,
     offs: Tensor | None,
     active: bool,
-    seed: Tensor | None,
+    seed: Seed,
     kind: str,
     extra: str,
     spec: Spec,
@@ -369,18 +383,19 @@ def output(
     operands = in_force(spec.output, active)
     if operands == FULL:
         return KINDS[kind].forward(x, w, b, offs, extra)
-    sizes = _sizes(kind, "output", x.shape, w)
-    which = _backend("output", spec.output, spec.backend, sizes, x.dtype, w.device)
-    shared = stored[0] if stored is not None and stored[1] == operands.left else None
-    if _is_native(which[active], sizes):
+    which = _backend("output", spec.output, spec.backend, _sizes(kind, "output", x.shape, w), x.dtype, w.device)
+    of_x, of_w = summed(kind, extra, "output", (x.dim(), w.dim()), w.dim())
+    # An activation is stored along its last dimension.
+    is_operand = stored is not None and stored[1] == operands.left and of_x[0] % x.dim() == x.dim() - 1
+    shared = stored[0] if stored is not None and is_operand else None
+    if which[active] == "native":
         kernel = _native(operands, w.device)
         shape = (x.numel() // x.shape[-1] if x.shape[-1] else 0, x.shape[-1])
         fmt = operands.left
         rows = _codes(shared, fmt, shape) if shared is not None else _matrix(x.reshape(shape), fmt, seed)
         right = _matrix(w if kind == "linear" else w.t().contiguous(), operands.right, seed)
-        out = kernel.run(rows, right, x.dtype).view(*x.shape[:-1], -1)
+        out = kernel.run(rows, right, x.dtype).view(*x.shape[:-1], right.codes.shape[0])
         return out if b is None else out + b
-    of_x, of_w = summed(kind, extra, "output", (x.dim(), w.dim()), w.dim())
     left = (
         quantized(x, of_x, operands.left, seed)
         if shared is None
@@ -394,7 +409,7 @@ def grad_input(
     w: Tensor,
     offs: Tensor | None,
     active: bool,
-    seed: Tensor | None,
+    seed: Seed,
     kind: str,
     extra: str,
     spec: Spec,
@@ -404,9 +419,10 @@ def grad_input(
     operands = in_force(spec.grad_input, active)
     if operands == FULL:
         return KINDS[kind].grad_input(g, w, offs, extra, x_shape)
-    sizes = _sizes(kind, "grad_input", x_shape, w)
-    which = _backend("grad_input", spec.grad_input, spec.backend, sizes, g.dtype, w.device)
-    if _is_native(which[active], sizes):
+    which = _backend(
+        "grad_input", spec.grad_input, spec.backend, _sizes(kind, "grad_input", x_shape, w), g.dtype, w.device
+    )
+    if which[active] == "native":
         kernel = _native(operands, w.device)
         left = _matrix(g.reshape(-1, g.shape[-1]), operands.left, seed)
         right = _matrix(w.t().contiguous() if kind == "linear" else w, operands.right, seed)
@@ -422,7 +438,7 @@ def grad_weight(
     w: Tensor,
     offs: Tensor | None,
     active: bool,
-    seed: Tensor | None,
+    seed: Seed,
     kind: str,
     extra: str,
     spec: Spec,
@@ -433,7 +449,7 @@ def grad_weight(
         return KINDS[kind].grad_weight(g, x, offs, extra, w.shape)
     sizes = _sizes(kind, "grad_weight", x.shape, w)
     which = _backend("grad_weight", spec.grad_weight, spec.backend, sizes, g.dtype, w.device)
-    if _is_native(which[active], sizes):
+    if which[active] == "native":
         kernel = _native(operands, w.device)
         left, right = (
             _matrix(t.reshape(-1, t.shape[-1]).t().contiguous(), fmt, seed)
@@ -444,11 +460,6 @@ def grad_weight(
     of_g, of_x = summed(kind, extra, "grad_weight", (g.dim(), x.dim()), w.dim())
     left_operand, right_operand = quantized(g, of_g, operands.left, seed), quantized(x, of_x, operands.right, seed)
     return KINDS[kind].grad_weight(left_operand, right_operand, offs, extra, w.shape)
-
-
-def _is_native(which: str, sizes: tuple[int, int, int] | None) -> bool:
-    """Whether a kernel runs; where there is nothing to multiply, kernels and their scales do not apply."""
-    return which == "native" and sizes is not None and 0 not in sizes
 
 
 def _native(operands: Operands, device: torch.device) -> Kernel:
@@ -482,7 +493,7 @@ def _output_op(
     offs: Tensor | None,
     active: Tensor,
     guard: Tensor,
-    seed: Tensor | None,
+    seed: Seed,
     stored: list[Tensor],
     low: str,
     high: str,
@@ -496,6 +507,7 @@ def _output_op(
     if reports:
         observe(guard, Kept(tuple(size), x.dtype))
         announce(guard)
+        measure(guard, x, operand_spec(parsed))
     observe_backends(guard, backends(kind, parsed, x.shape, w, x.dtype))
     kept = None
     if stored and tuple(size) == tuple(x.shape):
@@ -509,7 +521,7 @@ def _grad_input_op(
     w: Tensor,
     offs: Tensor | None,
     active: Tensor,
-    seed: Tensor | None,
+    seed: Seed,
     size: list[int],
     kind: str,
     extra: str,
@@ -524,7 +536,7 @@ def _grad_weight_op(
     w: Tensor,
     offs: Tensor | None,
     active: Tensor,
-    seed: Tensor | None,
+    seed: Seed,
     kind: str,
     extra: str,
     *spec: str,
@@ -577,7 +589,7 @@ class GuardedGemms(torch.autograd.Function):
         offs: Tensor | None,
         active: Any,
         guard: Tensor,
-        seed: Tensor | None,
+        seed: Seed,
         low_payload: Tensor | None,
         low_scales: Tensor | None,
         high_payload: Tensor | None,
@@ -591,17 +603,17 @@ class GuardedGemms(torch.autograd.Function):
         keeps: bool,
         reports: bool,
     ) -> Tensor:
-        """``active`` is a bool in eager mode and a tensor in a traced graph; ``size`` is the activation's shape as it
-        is stored; ``keeps`` says that a weight gradient will be wanted, ``reports``, that the operator tells the
-        controller of the activation."""
+        """``active`` and ``seed`` are tensors in a traced graph, a bool and an int in eager mode; ``size`` is the
+        activation's shape as it is stored; ``keeps`` says that a weight gradient will be wanted, ``reports``, that the
+        operator tells the controller of the activation."""
         compiling = torch.compiler.is_compiling()
         stores = (low_payload, low_scales, high_payload, high_scales)
         encoded = [part for part in stores if part is not None]
         kept = [*encoded] if encoded else [x] if keeps else []
-        extras = [t for t in (offs, active if compiling else None, seed) if t is not None]
-        ctx.save_for_backward(w, *kept, *extras)
+        traced = [t for t in (offs, *((active, seed) if compiling else ())) if t is not None]
+        ctx.save_for_backward(w, *kept, *traced)
         ctx.layout = (len(kept), offs is not None, seed is not None)
-        ctx.active = None if compiling else active
+        ctx.active, ctx.seed = (None, None) if compiling else (active, seed)
         ctx.kind, ctx.extra, ctx.spec, ctx.low, ctx.high = kind, extra, spec, low, high
         ctx.x_shape, ctx.x_dtype, ctx.b_shape = x.shape, x.dtype, None if b is None else b.shape
         ctx.size = size
@@ -629,7 +641,7 @@ class GuardedGemms(torch.autograd.Function):
         kept, rest = saved[:count], saved[count:]
         offs = rest.pop(0) if has_offs else None
         active = rest.pop(0) if compiling else ctx.active
-        seed = rest.pop(0) if has_seed else None
+        seed = rest.pop(0) if compiling and has_seed else ctx.seed
         kind, extra, spec = ctx.kind, ctx.extra, ctx.spec
         grad_x = grad_w = grad_b = None
         if ctx.needs_input_grad[0]:
@@ -655,16 +667,15 @@ def check_operands(x: Tensor, w: Tensor, kind: str) -> None:
     """Refuse what cannot be quantized.
 
     Raises:
-        FormatError: for an activation that is not floating point.
-        UnsupportedTensorError: for tensors in parts on several devices.
+        UnsupportedInputError: for an activation that is not floating point, or in parts on several devices.
     """
     if not x.is_floating_point():
-        raise FormatError(
+        raise UnsupportedInputError(
             f"expected a floating-point activation for a projection ({kind}) whose recipe quantizes its GEMMs, found "
             f"{x.dtype}; cast it, or leave the operator out with exclude=[...]"
         )
     if distributed.layout_of(x) is not None or distributed.layout_of(w) is not None:
-        raise UnsupportedTensorError(
+        raise UnsupportedInputError(
             f"expected plain tensors for a projection ({kind}) whose recipe quantizes its GEMMs, found a DTensor "
             "(tensor parallelism), whose scales would have to be agreed on between ranks; use a recipe that only "
             "stores activations (saved-*), or FSDP2 alone, which gathers weights before they are used"

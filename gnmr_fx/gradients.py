@@ -15,7 +15,7 @@ from torch._compile import _disable_dynamo
 from torch.utils.weak import TensorWeakRef
 
 _MAX_FRAMES_TO_SCALER = 16
-_WEIGHTS_PER_UNIT = 2
+_HOOKS_PER_WEIGHT = 2
 """FSDP2 has two parameters for one weight, its shard and the whole: gradients may arrive at either."""
 
 
@@ -71,7 +71,8 @@ class HookedWeight(NamedTuple):
 
 
 class WeightHooks:
-    """The hooks on the weights of one model's units, at most two weights for each. Keeps no weight alive."""
+    """The hooks on what one model's units listen to: their weights, or their adapters' parameters, at most two hooks
+    for each of those. Keeps none of them alive."""
 
     def __init__(self, num_units: int) -> None:
         self._of_unit: list[collections.deque[HookedWeight]] = [collections.deque() for _ in range(num_units)]
@@ -85,18 +86,19 @@ class WeightHooks:
                 return True
         return False
 
-    def attach(self, index: int, weight: Tensor, controller: weakref.ref[Listener]) -> None:
-        """Hook ``weight`` for unit ``index``; the oldest hook of the unit goes if there are two already."""
+    def attach(self, index: int, weight: Tensor, controller: weakref.ref[Listener], weights: int = 1) -> None:
+        """Hook ``weight`` for unit ``index``, which listens to so many weights; the oldest of its hooks goes if there
+        are two for each already."""
         handle = weight.register_post_accumulate_grad_hook(GradientHook(controller, index))
         hooked = HookedWeight(TensorWeakRef(weight), id(weight), index, handle)
         self._of_unit[index].append(hooked)
         self._by_id.setdefault(hooked.key, []).append(hooked)
         self.version += 1
-        if len(self._of_unit[index]) > _WEIGHTS_PER_UNIT:
+        if len(self._of_unit[index]) > _HOOKS_PER_WEIGHT * weights:
             self._remove(self._of_unit[index].popleft())
 
     def units_of(self, parameter: Tensor) -> list[int]:
-        """The units whose weight ``parameter`` is."""
+        """The units that listen to ``parameter``."""
         return [hooked.unit for hooked in self._by_id.get(id(parameter), ()) if hooked.weight() is parameter]
 
     def weights(self) -> Iterator[Tensor]:

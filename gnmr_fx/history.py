@@ -9,9 +9,12 @@ from dataclasses import dataclass
 from operator import itemgetter
 from typing import NamedTuple
 
-from gnmr_fx.config import GnmrConfig, threshold
+from gnmr_fx.config import GnmrConfig, Threshold, is_auto, threshold
 from gnmr_fx.controller import MISSING
 from gnmr_fx.runtime import Event
+
+SIGNAL_NAMES = {"gnmr": "GNMR", "error": "error", "gap": "gap"}
+"""How the level of each signal is called in text."""
 
 
 class Period(NamedTuple):
@@ -43,15 +46,28 @@ def fired(event: Event, config: GnmrConfig) -> tuple[str, ...]:
         return ()
     if not math.isfinite(event.norm):
         return ("non_finite",)
-    bounds = (("gnmr", event.gnmr, config.alpha), ("delta_gnmr", event.delta_gnmr, config.beta))
-    return tuple(name for name, value, bound in bounds if value > threshold(bound, event.step, name))
+    alpha, beta = in_force(event, config)
+    bounds = (("gnmr", event.gnmr, alpha), ("delta_gnmr", event.delta_gnmr, beta))
+    return tuple(name for name, value, bound in bounds if value > bound)
+
+
+def in_force(event: Event, config: GnmrConfig) -> tuple[float, float]:
+    """Alpha and beta at the step of an event."""
+
+    def at(bound: Threshold, calibrated: float, name: str) -> float:
+        return calibrated if is_auto(bound) else threshold(bound, event.step, name)
+
+    return at(config.alpha, event.alpha, "alpha"), at(config.beta, event.beta, "beta")
 
 
 def told(event: Event, config: GnmrConfig) -> tuple[str, str]:
     """What happened, and why, in words: ``("recovered", "GNMR 5.21 > 3; lock 50")``."""
+    name = SIGNAL_NAMES[config.signal]
+    alpha, beta = in_force(event, config)
+    digits = ".2f" if config.signal == "gnmr" else ".4g"
     words = {
-        "gnmr": lambda: f"GNMR {event.gnmr:.2f} > {threshold(config.alpha, event.step, 'alpha'):g}",
-        "delta_gnmr": lambda: f"ΔGNMR {event.delta_gnmr:.2f} > {threshold(config.beta, event.step, 'beta'):g}",
+        "gnmr": lambda: f"{name} {event.gnmr:{digits}} > {alpha:.4g}",
+        "delta_gnmr": lambda: f"Δ{name} {event.delta_gnmr:.2f} > {beta:.4g}",
         "non_finite": lambda: "norm not finite" + (", the first to go so" if event.first_non_finite else ""),
     }
     over = ", ".join(words[reason]() for reason in fired(event, config))

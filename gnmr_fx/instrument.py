@@ -6,12 +6,13 @@ import functools
 import types
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import nn
 
-from gnmr_fx.config import GnmrConfig, resolve_budget
+from gnmr_fx import grouped
+from gnmr_fx.config import GnmrConfig, check_max_active
 from gnmr_fx.errors import (
     AlreadyInstrumentedError,
     ConfigError,
@@ -19,16 +20,17 @@ from gnmr_fx.errors import (
     PatternError,
     RecipeError,
 )
+from gnmr_fx.frozen import FrozenWeight
 from gnmr_fx.gemm import check_native
 from gnmr_fx.passes import pipeline
-from gnmr_fx.passes.find import OUTPUT_HEAD
+from gnmr_fx.passes.freeze import holders_of
 from gnmr_fx.passes.plan import Forward, Plan, Selection
 from gnmr_fx.passes.rewrite import ORIGINAL_FORWARD, compile_forward
-from gnmr_fx.recipe import Recipe, get_recipe
+from gnmr_fx.recipe import FrozenRecipe, Recipe, get_recipe
 from gnmr_fx.runtime import Controller, Site
-from gnmr_fx.saved import MarkHead, Saver
+from gnmr_fx.saved import Saver
 from gnmr_fx.scope import AllSaved, get_scope
-from gnmr_fx.units import HANDLE_PREFIX, LeftAlone, Unit
+from gnmr_fx.units import HANDLE_PREFIX, LeftAlone, Marker, Unit, observers
 
 CONTROLLER = f"{HANDLE_PREFIX}controller"
 SAVER = f"{HANDLE_PREFIX}saver"
@@ -48,11 +50,15 @@ class InstalledForward:
         """Put it on the module instance; the class is untouched."""
         if self.replaced is not None:
             object.__setattr__(self.module, ORIGINAL_FORWARD, self.replaced)
+        for attribute in self.forward.heads:
+            object.__setattr__(self.module, attribute, Marker.LOSS_HEAD)
         function = compile_forward(self.forward, type(self.module).forward)
         object.__setattr__(self.module, "forward", types.MethodType(function, self.module))
 
     def remove(self) -> None:
         """Undo :meth:`install`."""
+        for attribute in self.forward.heads:
+            self.module.__dict__.pop(attribute, None)
         self.module.__dict__.pop("forward", None)
         self.module.__dict__.pop(ORIGINAL_FORWARD, None)
         if self.replaced is not None:
@@ -61,21 +67,19 @@ class InstalledForward:
 
 @dataclass
 class RootForward:
-    """The forward of the whole model, run under its saver in eager mode; and the marks on output heads.
+    """The forward of the whole model, run under its saver in eager mode.
 
     Installed after all other generated forwards, and removed before them.
 
     Attributes:
         module: the model.
         saver: its saver.
-        heads: its output heads.
         is_site: whether the model's own forward is a generated one, which runs inside this.
         replaced: else, what was in its place on the instance (None = nothing).
     """
 
     module: nn.Module
     saver: Saver
-    heads: tuple[nn.Module, ...]
     is_site: bool
     replaced: Any
 
@@ -97,9 +101,6 @@ class RootForward:
         function = compile_forward(Forward("", source, names, {}, "root"), type(module).forward)
         object.__setattr__(module, SAVER, self.saver)
         object.__setattr__(module, "forward", types.MethodType(function, module))
-        self._unmark()
-        for head in self.heads:
-            head.register_forward_hook(MarkHead())
 
     def remove(self) -> None:
         """Undo :meth:`install`."""
@@ -110,24 +111,61 @@ class RootForward:
             attributes.pop(ORIGINAL_FORWARD, None)
             if self.replaced is not None:
                 object.__setattr__(self.module, "forward", self.replaced)
-        self._unmark()
 
-    def _unmark(self) -> None:
-        for head in self.heads:
-            for key in [key for key, hook in head._forward_hooks.items() if isinstance(hook, MarkHead)]:
-                del head._forward_hooks[key]
+
+class FrozenParameter(NamedTuple):
+    """A frozen parameter that is stored in another format, and where: ``(module, name)`` of all that hold it."""
+
+    parameter: nn.Parameter
+    holders: tuple[tuple[nn.Module, str], ...]
+
+    def store(self, recipe: FrozenRecipe) -> None:
+        """Put a :class:`FrozenWeight` in its place. With the residual on the host, the parameter moves there."""
+        stored: Any = FrozenWeight.parameter(self.parameter, recipe.spec, recipe.residual)
+        self.parameter.data = stored.plain()
+        for module, name in self.holders:
+            module._parameters[name] = stored
+            if plain_weights not in module._state_dict_hooks.values():
+                module.register_state_dict_post_hook(plain_weights)
+
+    def restore(self) -> None:
+        """Put it back, with the values that the weight has now, where it was not replaced since."""
+        for module, name in self.holders:
+            stored = FrozenWeight.held_by(module, name)
+            if stored is not None:
+                self.parameter.data = stored.plain().to(stored.device)
+                module._parameters[name] = self.parameter
+            for key in [key for key, hook in module._state_dict_hooks.items() if hook is plain_weights]:
+                del module._state_dict_hooks[key]
+
+
+def plain_weights(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+    """Hook of ``state_dict``: frozen weights as plain tensors of their exact values, where those are kept."""
+    for name in module._parameters:
+        stored = FrozenWeight.held_by(module, name)
+        if stored is not None and prefix + name in state:
+            state[prefix + name] = stored.plain()
 
 
 class ModelController(Controller):
     """A :class:`Controller` that also knows the generated forwards and the operators left alone."""
+
+    frozen: list[FrozenParameter]
 
     forwards: list[InstalledForward]
     left_alone: tuple[LeftAlone, ...]
     capture_note: str
     root: RootForward | None = None
 
+    @property
+    def has_experts(self) -> bool:
+        """Whether a unit's weight is one that a grouped GEMM takes: a matrix for each expert."""
+        return any(len(unit.spec.shape) == 3 for unit in self.units)
+
     def reinstall(self) -> None:
         """Put the generated forwards in place."""
+        if self.has_experts:
+            grouped.show()
         for installed in self.forwards:
             installed.install()
         if self.root is not None:
@@ -164,11 +202,12 @@ def instrument(
     Args:
         model: any module. Compile it, wrap it (DDP), move it before or after.
         recipe: a name in :data:`gnmr_fx.RECIPES`, or a :class:`gnmr_fx.Recipe`.
-        max_active: the budget: a number of units (int, at least 0), or a share of them (float in (0, 1]).
+        max_active: the budget: a number of units (int, at least 0), or a share of them (float in (0, 1]). With
+            ``config.budget_unit`` of ``"bytes"`` or ``"flops"`` a number of these, or a share of what all units cost.
         scope: ``"projections"``: what projections read is stored in another format. ``"all"``: whatever autograd keeps
             is, each tensor under the guard of the unit it belongs to; under torch.compile this needs its Inductor
             backend. :class:`gnmr_fx.AllSaved` is ``"all"`` with options.
-        config: thresholds, window, lock and warm-up of the controller.
+        config: signal, thresholds, window, lock, warm-up and kind of budget of the controller.
         include: globs on module paths: only units they match, the output head among them if they match it. By default
             all units but the output head.
         exclude: globs on module paths: not these.
@@ -184,19 +223,53 @@ def instrument(
     chosen, everything = get_recipe(recipe), get_scope(scope)
     if config is not None and not isinstance(config, GnmrConfig):
         raise ConfigError(f"config: expected a GnmrConfig or None, found {config!r}. Build one with GnmrConfig(...).")
-    resolve_budget(max_active, 1)
+    settings = config or GnmrConfig()
+    check_max_active(max_active, settings)
+    _check_fit(chosen, everything, settings)
     selection = Selection(_patterns("include", include), _patterns("exclude", exclude))
-    plan = pipeline.run(Plan(target, chosen, selection, example_inputs))
-    _check_gemms(target, plan, everything)
-    install(target, plan, config or GnmrConfig(), max_active, everything)
+    plan = pipeline.run(Plan(target, chosen, selection, example_inputs, marks_heads=everything is not None))
+    check_gemms(target, plan, everything)
+    install(target, plan, settings, max_active, everything)
     return model
+
+
+def _check_fit(recipe: Recipe, scope: AllSaved | None, config: GnmrConfig) -> None:
+    """Refuse settings that would have no effect under a recipe."""
+    if recipe.frozen is not None and scope is not None:
+        raise RecipeError(
+            f"scope: expected 'projections' with a recipe for frozen weights, found 'all' with {recipe}; such a recipe "
+            "says how weights are stored and no saved activation, so there is nothing to store for scope 'all'"
+        )
+    if recipe.frozen is not None and config.measures_errors:
+        raise RecipeError(
+            f"signal: expected 'gnmr' with a recipe for frozen weights, found {config.signal!r} with {recipe}; the "
+            "error of a frozen weight is the same in every step"
+        )
+    if recipe.frozen is not None and config.budget_unit == "flops":
+        raise RecipeError(
+            f"budget_unit: expected 'units' or 'bytes' with a recipe for frozen weights, found 'flops' with {recipe}; "
+            "both paths make the same GEMMs"
+        )
+    if recipe.frozen is None and recipe.low == recipe.high and config.budget_unit == "bytes":
+        raise RecipeError(
+            f"budget_unit: expected 'units' or 'flops' with a recipe that stores the same on both paths, found 'bytes' "
+            f"with {recipe}; recovery takes no bytes, so such a budget would be no limit"
+        )
 
 
 def install(
     model: nn.Module, plan: Plan, config: GnmrConfig, max_active: int | float, scope: AllSaved | None = None
 ) -> ModelController:
     """Put a checked plan into force on its model."""
-    units = [Unit(spec, index, model.get_submodule(spec.owner)) for index, spec in enumerate(plan.units)]
+    units = [
+        Unit(
+            spec,
+            index,
+            model.get_submodule(spec.owner),
+            adapters=model.get_submodule(spec.adapters) if spec.signal == "adapters" else None,
+        )
+        for index, spec in enumerate(plan.units)
+    ]
     controller = ModelController(
         units, plan.recipe, config, max_active, seed=torch.initial_seed() & _SEED_MASK, scope=scope
     )
@@ -206,14 +279,23 @@ def install(
         module = model.get_submodule(forward.site)
         controller.sites += [Site(module, name, index_of[unit]) for name, unit in forward.handles.items()]
         controller.forwards.append(InstalledForward(module, forward.without_graph(), module.__dict__.get("forward")))
-    heads = (model.get_submodule(item.name) for item in plan.left_alone if item.reason == OUTPUT_HEAD)
     if controller.saver is not None:
         is_site = any(not forward.site for forward in plan.forwards)
         replaced = None if is_site else model.__dict__.get("forward")
-        controller.root = RootForward(model, controller.saver, tuple(heads), is_site, replaced)
+        controller.root = RootForward(model, controller.saver, is_site, replaced)
+    if plan.recipe.frozen is not None:
+        controller.trained = model
+    controller.frozen = []
     try:
         # First: a pickle restores attributes in their order, and the forward has to be in place before it is looked up.
         object.__setattr__(model, CONTROLLER, controller)
+        if plan.recipe.frozen is not None:
+            for unit in units:
+                weight = unit.parameter
+                assert weight is not None
+                frozen = FrozenParameter(weight, tuple(holders_of(model, weight)))
+                controller.frozen.append(frozen)
+                frozen.store(plan.recipe.frozen)
         controller.connect()
         controller.reinstall()
     except BaseException:
@@ -237,6 +319,10 @@ def remove(model: nn.Module, installed: ModelController) -> None:
     """Take a controller, its handles and its forwards off the model."""
     installed.remove_forwards()
     installed.disconnect()
+    for frozen in installed.frozen:
+        frozen.restore()
+    if not any(getattr(other, "has_experts", False) for other in observers()):
+        grouped.hide()
     model.__dict__.pop(CONTROLLER, None)
 
 
@@ -273,7 +359,7 @@ def unwrap(model: nn.Module) -> nn.Module:
         model = inner
 
 
-def _check_gemms(model: nn.Module, plan: Plan, scope: AllSaved | None) -> None:
+def check_gemms(model: nn.Module, plan: Plan, scope: AllSaved | None) -> None:
     """Refuse what a recipe for GEMMs cannot do."""
     if plan.recipe.gemm is None:
         return

@@ -7,43 +7,34 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from gnmr_fx.ops import guarded_projection
 from gnmr_fx.projections import Call, is_projection, match
-from gnmr_fx.units import Handle
+from gnmr_fx.units import Handle, Marker
+from gnmr_fx.views import SPLITS, VIEWS, functions
 
-_VIEWS: frozenset[Any] = frozenset({
-    Tensor.__getitem__, Tensor.t, Tensor.transpose, Tensor.permute, Tensor.view, Tensor.reshape, Tensor.contiguous,
-    Tensor.select, Tensor.narrow, Tensor.unsqueeze, Tensor.squeeze, Tensor.flatten, Tensor.to, Tensor.float,
-    Tensor.bfloat16, Tensor.half, Tensor.type_as, Tensor.swapaxes, Tensor.movedim, Tensor.expand, Tensor.index_select,
-    vars(torch._C.TensorBase)["T"].__get__, vars(torch._C.TensorBase)["mT"].__get__,
-    torch.t, torch.transpose, torch.permute, torch.reshape, torch.select,
-    torch.narrow, torch.unsqueeze, torch.squeeze, torch.flatten, torch.swapaxes, torch.movedim, torch.index_select,
-})  # fmt: skip
-"""Operations whose result is still the weight: another view, a slice, another dtype."""
-_SPLITS: frozenset[Any] = frozenset({Tensor.chunk, Tensor.split, Tensor.unbind, torch.chunk, torch.split, torch.unbind})
+_VIEWS, _SPLITS = functions(VIEWS), functions(SPLITS)
 
 
 class Intercept(TorchFunctionMode):
     """Inside this context, projections against the given weights run guarded.
 
     Args:
-        weights: pairs of a weight and the handle of its unit.
+        weights: pairs of a weight and the handle of its unit, or the marker of an output head.
         training: whether the module that is running is in training mode.
 
     A weight is followed through views, slices and casts. Works in eager mode and under Dynamo, in loops and branches.
     """
 
-    def __init__(self, weights: tuple[tuple[Tensor, Handle], ...], training: bool) -> None:
+    def __init__(self, weights: tuple[tuple[Tensor, Handle | Marker], ...], training: bool) -> None:
         super().__init__()
         self.training = training
-        self.known: list[tuple[Tensor, Handle]] = list(weights)
+        self.known: list[tuple[Tensor, Handle | Marker]] = list(weights)
 
-    def handle_of(self, value: Any) -> Handle | None:
+    def handle_of(self, value: Any) -> Handle | Marker | None:
         """The handle of the unit that ``value`` is the weight of, if it is one."""
         for weight, handle in self.known:
             if value is weight:
@@ -69,7 +60,7 @@ class Intercept(TorchFunctionMode):
                 self.known += [(o, handle) for o in ((out,) if func in _VIEWS else out)]
         return out
 
-    def divert(self, call: Call, handle: Handle | None) -> Tensor:
+    def divert(self, call: Call, handle: Handle | Marker | None) -> Tensor:
         """Run ``call`` guarded by ``handle``."""
         assert handle is not None
         return guarded_projection(

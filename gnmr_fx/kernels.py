@@ -21,6 +21,7 @@ from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from gnmr_fx import formats
 from gnmr_fx.errors import FormatError, GnmrWarning, MissingDependencyError
@@ -64,6 +65,8 @@ def encode(
         MissingDependencyError: with ``"inductor"``, where the kernel cannot be built.
     """
     _check_backend(backend)
+    if isinstance(x, FakeTensor):  # no values to encode
+        return formats.empty_encoded(x, fmt)
     if backend == "eager" or not fmt.is_scaled or type(x) not in _PLAIN_TENSORS:
         return formats.encode(x, fmt, seed)
     plan, key, inputs = _prepare("encode", x, fmt, seed, dynamic)
@@ -291,7 +294,8 @@ def _compile(key: _Key) -> _Kernel:
 def _graph(
     kind: str, fmt: Format, dtype: torch.dtype, device: torch.device, group: int, symbol: Any
 ) -> tuple[Callable[..., tuple[Tensor, ...]], list[Tensor]]:
-    """The function to trace, and example inputs: ``symbol`` groups, or one group of ``symbol`` bytes.
+    """The function to trace, and example inputs: ``symbol`` groups, or one group packed in ``symbol`` times the
+    least whole number of bytes.
 
     A lambda, since Inductor finds no cache key for the module that make_fx makes of a function with a name.
     """
@@ -304,7 +308,7 @@ def _graph(
         flat = (lambda p: p) if group or words == 1 else (lambda p: p.reshape(1, -1))
         return lambda codes, scale: (formats.decode_groups(flat(codes), scale, fmt, dtype),), [payload, scales]
 
-    # A dynamic group comes as [codes per byte, bytes]: no plain symbol can say that its size is a multiple.
+    # A dynamic group comes as a matrix of as many rows as it has to be a multiple of, which no plain symbol can say.
     inputs = [torch.empty((symbol, group) if group else (codes, symbol), dtype=dtype, device=device)]
     if fmt.is_stochastic:
         inputs.append(torch.empty((), dtype=torch.int32, device=device))

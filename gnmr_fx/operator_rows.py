@@ -14,15 +14,17 @@ from typing import Any, NamedTuple
 import torch
 
 from gnmr_fx.formats import nbytes
+from gnmr_fx.frozen import FrozenWeight
 from gnmr_fx.instrument import ModelController
-from gnmr_fx.recipe import Format
+from gnmr_fx.recipe import Format, FrozenRecipe
 from gnmr_fx.scope import AllSaved
 from gnmr_fx.units import Observation, Unit
 
 
 @dataclass(frozen=True)
 class UnitRow:
-    """One recoverable unit. Bytes are per forward-backward pass; None before the first one.
+    """One recoverable unit. Bytes are per forward-backward pass; None before the first one. Under a recipe for frozen
+    weights they are those of the weight on its device: as it was, in the low-cost format, and what recovery adds.
 
     Attributes:
         index: of the unit's guard.
@@ -40,6 +42,9 @@ class UnitRow:
         bytes_high: what the recovery path keeps; the unit's own, as under torch.compile; 0 where both paths have
             one format. (In eager mode, units that share their input share this too, and it replaces the low-cost one
             instead of joining it.)
+        bytes_host: what is kept in host memory: the exact values of a weight that is stored in another format.
+        signal: what its norm is the norm of: the gradient of its ``"weight"``, those of its ``"adapters"``, or that of
+            its ``"output"``.
         stored_with: the first unit of the table that stores this unit's input, or some of it; ``""`` if that is itself.
         guard: ``"low"`` or ``"high"``: the path it is on now.
         times_recovered: how often it went onto the recovery path.
@@ -64,6 +69,8 @@ class UnitRow:
     bytes_full: int | None
     bytes_low: int | None
     bytes_high: int | None
+    bytes_host: int
+    signal: str
     stored_with: str
     guard: str
     times_recovered: int
@@ -75,6 +82,8 @@ class UnitRow:
 
 def unit_rows(installed: ModelController) -> tuple[UnitRow, ...]:
     """The rows of the table, in the order of the units."""
+    if installed.recipe.frozen is not None:
+        return tuple(_frozen_row(installed, unit, installed.recipe.frozen) for unit in installed.units)
     units, recipe = installed.units, installed.recipe
     high = installed.flags.tolist()
     kept = [activations(unit.observation, recipe.low) if unit.trainable else Counter[Activation]() for unit in units]
@@ -111,6 +120,8 @@ def unit_rows(installed: ModelController) -> tuple[UnitRow, ...]:
                 bytes_full=total_bytes(counted, Format("none")) if known else None,
                 bytes_low=sum(calls * a.nbytes(a.low) for a, calls in counted.items()) if known else None,
                 bytes_high=recovered_bytes(own, recipe.high) if known else None,
+                bytes_host=0,
+                signal=unit.spec.signal,
                 stored_with=stored_with,
                 guard="high" if high[unit.index] else "low",
                 times_recovered=installed.times_recovered(unit.index),
@@ -121,6 +132,44 @@ def unit_rows(installed: ModelController) -> tuple[UnitRow, ...]:
             )
         )
     return tuple(rows)
+
+
+def _frozen_row(installed: ModelController, unit: Unit, recipe: FrozenRecipe) -> UnitRow:
+    weight = unit.weight
+    stored = weight.store if isinstance(weight, FrozenWeight) else None
+    full = weight.numel() * weight.dtype.itemsize
+    on_host = recipe.residual == "host"
+    return UnitRow(
+        index=unit.index,
+        unit=unit.name,
+        operator=unit.spec.operator,
+        shape=unit.spec.shape,
+        trainable=unit.trainable,
+        shares_input_with=unit.spec.shares_input_with,
+        low_format=recipe.label,
+        high_format="exact",
+        dtypes=(_dtype_name(weight.dtype),),
+        activations=(),
+        bytes_full=full,
+        # What lies beside it on the device is there on either path.
+        bytes_low=full if stored is None else sum(t.nbytes for t in stored.low) + (0 if on_host else full),
+        bytes_high=full if stored is not None and on_host else 0,
+        bytes_host=full if stored is not None and on_host else 0,
+        signal=unit.spec.signal,
+        stored_with="",
+        guard="high" if installed.flags[unit.index] else "low",
+        times_recovered=installed.times_recovered(unit.index),
+        steps_recovered=installed.steps_recovered(unit.index),
+        seen=unit.observation.seen,
+        notes=tuple(_frozen_notes(unit, stored is not None)),
+    )
+
+
+def _frozen_notes(unit: Unit, is_stored: bool) -> Iterator[str]:
+    if not is_stored:
+        yield "replaced: not the weight that instrument stored, so not quantized"
+    if not unit.observation.seen:
+        yield "not seen yet: no forward in training mode has run it"
 
 
 def _notes(unit: Unit, scope: AllSaved | None) -> Iterator[str]:

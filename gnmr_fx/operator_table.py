@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from torch import nn
 
+from gnmr_fx.config import BudgetUnit
 from gnmr_fx.gemm import GEMMS
 from gnmr_fx.instrument import controller
 from gnmr_fx.operator_rows import UnitRow, left_rows, unit_rows
@@ -18,6 +19,7 @@ from gnmr_fx.scope import AllSaved
 from gnmr_fx.text import (
     Name,
     below,
+    budget_text,
     common_parent,
     counted,
     families_in,
@@ -59,6 +61,7 @@ def table(model: nn.Module) -> Table:
         left_alone=tuple(plain(asdict(item)) for item in installed.left_alone),
         recipe=installed.recipe,
         budget=installed.max_active,
+        budget_unit=installed.config.budget_unit,
         forced=installed.forced,
         capture_note=installed.capture_note,
         scope=installed.scope,
@@ -76,22 +79,26 @@ class Table:
         units: one row per recoverable unit.
         left_alone: ``{"name", "operator", "shape", "reason"}`` of each operator that was found and is not guarded.
         recipe: the formats of both paths.
-        budget: the most units on the recovery path at a time.
+        budget: the most units on the recovery path at a time; in another ``budget_unit`` the most that these may
+            cost, a number or a share (float) of what all units cost.
         forced: whether the guards are pinned by hand, budget or not.
         capture_note: why the whole model could not be captured; ``""`` if it was.
         scope: options of scope "all"; None where only what projections read is stored in another format.
         kept_as_it_is: in scope "all", the saved tensors that are not: ``{"role", "unit", "shape", "dtype", "bytes",
             "reason", "count"}``, with the unit they would belong to.
+        predicted: for a model that was not run, what the bytes are worked out from; ``""`` where they were observed.
     """
 
     units: tuple[UnitRow, ...]
     left_alone: tuple[Mapping[str, Any], ...]
     recipe: Recipe
-    budget: int
+    budget: int | float
     forced: bool
     capture_note: str
     scope: AllSaved | None = None
     kept_as_it_is: tuple[Mapping[str, Any], ...] = ()
+    budget_unit: BudgetUnit = "units"
+    predicted: str = ""
 
     @property
     def rows(self) -> list[dict[str, Any]]:
@@ -103,8 +110,9 @@ class Table:
         """Sums over the units whose bytes are known.
 
         ``bytes_full`` and ``bytes_low`` per pass and their ``ratio`` (None before a pass); ``bytes_recovery_max``, what
-        recovery can add to that at most: the largest ``budget`` recovery payloads; numbers of ``units``, of those
-        ``units_known`` in bytes and ``units_active`` now.
+        recovery can add to that at most: the largest ``budget`` recovery payloads, or a budget in bytes itself; numbers
+        of ``units``, of those ``units_known`` in bytes and ``units_active`` now; and ``bytes_host``, what is kept in
+        host memory.
         """
         known = [row for row in self.units if row.bytes_full is not None]
         full, low = sum(row.bytes_full or 0 for row in known), sum(row.bytes_low or 0 for row in known)
@@ -116,8 +124,17 @@ class Table:
             "bytes_full": full,
             "bytes_low": low,
             "ratio": full / low if low else None,
-            "bytes_recovery_max": sum(high[: self.budget]),
+            "bytes_recovery_max": self._recovery_max(high),
+            "bytes_host": sum(row.bytes_host for row in self.units),
         }
+
+    def _recovery_max(self, high: Sequence[int]) -> int:
+        """The most that recovery can add; ``high`` are the payloads of the units, the largest first."""
+        if self.budget_unit == "units":
+            return sum(high[: int(self.budget)])
+        if self.budget_unit == "flops":
+            return sum(high)
+        return min(sum(high), int(self.budget * sum(high)) if isinstance(self.budget, float) else self.budget)
 
     def to_json(self, indent: int | None = 2) -> str:
         """Everything as a JSON object."""
@@ -128,10 +145,12 @@ class Table:
                 "totals": self.totals,
                 "recipe": recipe_data(self.recipe),
                 "budget": self.budget,
+                "budget_unit": self.budget_unit,
                 "forced": self.forced,
                 "capture_note": self.capture_note,
                 "scope": "projections" if self.scope is None else asdict(self.scope),
                 "kept_as_it_is": self.kept_as_it_is,
+                "predicted": self.predicted,
             },
             indent,
         )
@@ -244,7 +263,7 @@ class _Document:
     def _columns(self) -> list[_Column]:
         lines = [self._line(row) for row in self.table.units]
         lines = collapse(lines) if len(lines) > MAX_ROWS else lines
-        operators, weights, trainable, shared, low, high, gemm_low, gemm_high, stored, *kept, marks = zip(
+        operators, weights, trainable, shared, low, high, gemm_low, gemm_high, stored, *kept, signal, marks = zip(
             *(line.cells for line in lines), strict=True
         )
         kept_full, kept_low, kept_high = kept
@@ -253,19 +272,29 @@ class _Document:
             _Column("GEMMs\nlow path", gemm_low, once="GEMMs {}"),
             _Column("GEMMs\nhigh path", gemm_high, once="on recovery {}"),
         ]
+        frozen = self.table.recipe.frozen is not None
+        headers = (
+            ("weight is\nfull", "kept as\nlow", "recovery\nadds")
+            if frozen
+            else ("kept\nfull", "per pass\nlow", "\nhigh")
+        )
         columns = [
             _Column("unit", [str(line.name) for line in lines]),
             _Column("operator", operators, once="{}"),
             _Column("weight", weights),
             _Column("", trainable, once="{}"),
-            _Column("shares\ninput with", shared),
+            *(
+                [_Column("signal", signal, once="signal from {}")]
+                if frozen
+                else [_Column("shares\ninput with", shared)]
+            ),
             *([] if self.table.recipe.gemm is None else gemms),
             _Column("low\npath", low, once=f"{saved}low-cost path {{}}"),
             _Column("high\npath", high, once=f"{saved}recovery path {{}}"),
             *([] if self.table.scope is None else [_Column("stores", stored)]),
-            _Column("kept\nfull", kept_full, "r"),
-            _Column("per pass\nlow", kept_low, "r"),
-            _Column("\nhigh", kept_high, "r"),
+            _Column(headers[0], kept_full, "r"),
+            _Column(headers[1], kept_low, "r"),
+            _Column(headers[2], kept_high, "r"),
             _Column("guard\nnow", [line.guard for line in lines]),
             _Column("times\nhigh", [_span(line.times) for line in lines], "r"),
             _Column("steps\nhigh", [_span(line.steps) for line in lines], "r"),
@@ -280,13 +309,14 @@ class _Document:
             "×".join(map(str, row.shape)),
             "trainable" if row.trainable else "frozen",
             listed([relative_name(name, row.unit) for name in row.shares_input_with]),
-            _format_label(recipe.low, row.dtypes),
-            _format_label(recipe.high, row.dtypes),
+            _format_label(recipe.low, row.dtypes) if recipe.frozen is None else row.low_format,
+            _format_label(recipe.high, row.dtypes) if recipe.frozen is None else f"exact ({'/'.join(row.dtypes)})",
             *(_gemm_label(recipe.gemm, path, row.backends) for path in ("low", "high")),
             "\n".join(_stored(activation, recipe) for activation in row.activations) or "-",
             with_unit or human_bytes(row.bytes_full),
             with_unit or human_bytes(row.bytes_low),
             human_bytes(row.bytes_high),
+            row.signal,
             " ".join(sorted(self.footnotes.setdefault(note, f"[{len(self.footnotes) + 1}]") for note in row.notes)),
         )
         times, steps = row.times_recovered, row.steps_recovered
@@ -327,15 +357,26 @@ class _Document:
         units, known = totals["units"], totals["units_known"]
         full, low, recovery = (human_bytes(totals[f"bytes_{name}"]) for name in ("full", "low", "recovery_max"))
         pinned = " (pinned by hand)" if self.table.forced else ""
-        yield f"{totals['units_active']} on the recovery path now{pinned}, budget {budget}, recipe {self.table.recipe}"
+        shown = budget_text(budget, self.table.budget_unit)
+        yield f"{totals['units_active']} on the recovery path now{pinned}, budget {shown}, recipe {self.table.recipe}"
         if self.table.scope is not None:
             yield "scope all: whatever autograd keeps, from the output head on " + (
                 "too" if self.table.scope.loss_head else "not included"
             )
-        if totals["ratio"]:
-            part = "" if known == units else f" (in the {known} of {units} units that have run)"
+        if self.table.recipe.frozen is not None:
+            yield f"frozen weights on their device: {full} as they were -> {low}, {1 / totals['ratio']:.3f} of it"
+            yield (
+                f"recovery adds at most {recovery}: the {counted(min(budget, units), 'largest weight')}; "
+                f"{human_bytes(totals['bytes_host'])} of exact values in host memory"
+            )
+        elif totals["ratio"]:
+            which = "whose inputs are known" if self.table.predicted else "that have run"
+            part = "" if known == units else f" (in the {known} of {units} units {which})"
             yield f"kept for the backward per pass: {full} full -> {low} low, {totals['ratio']:.2f}x less{part}"
-            yield f"recovery adds at most {recovery}: the {counted(min(budget, units), 'largest high payload')}"
+            most = f": the {counted(int(min(budget, units)), 'largest high payload')}"
+            yield f"recovery adds at most {recovery}{most if self.table.budget_unit == 'units' else ''}"
+            if self.table.predicted:
+                yield f"predicted {self.table.predicted}"
         else:
             yield "kept for the backward per pass: known after the first forward in training mode"
         if self.table.capture_note:

@@ -27,17 +27,21 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch._library.fake_impl import allocate_size
+from torch.fx.traceback import annotate
 
 from gnmr_fx import gemm, kernels
 from gnmr_fx.distributed import Layout, layout_of, local_value
 from gnmr_fx.errors import DoubleBackwardError, UnsupportedBackendError, UnsupportedTransformError
 from gnmr_fx.formats import Encoded, empty_encoded
+from gnmr_fx.frozen_ops import frozen_projection
 from gnmr_fx.projections import KINDS
 from gnmr_fx.recipe import Format
 from gnmr_fx.scope import AllSaved
-from gnmr_fx.units import Handle, Kept, announce, mark, observe, observe_scope
+from gnmr_fx.units import Handle, Kept, Marker, announce, mark, measure, observe, observe_scope
 
 NAMESPACE = "gnmr_fx"
+HEAD_KEY = "gnmr_fx_loss_head"
+"""Graph nodes of an output head have this key in ``meta["custom"]``."""
 
 _parse = functools.cache(Format.parse)
 
@@ -52,6 +56,7 @@ _library.define(
     "keep(Tensor x, Tensor[] guards, Tensor? seed, str low, str high, str role) -> (Tensor, Tensor, Tensor, Tensor)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
+_library.define("copy(Tensor x) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
 _library.define("note(Tensor[] guards, str left) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
 _library.define(
     "restore(Tensor low_payload, Tensor low_scales, Tensor high_payload, Tensor high_scales, "
@@ -77,6 +82,7 @@ def _save_high(
         _without_partition_pass(guard, AllSaved.parse(scope))
     observe(guard, Kept(tuple(x.shape), x.dtype))
     announce(guard)
+    measure(guard, x, low)
     parsed = _parse(fmt)
     needed = guard.item() and low != fmt  # a recipe may have the same format twice
     return kernels.encode(x, parsed, seed) if needed else empty_encoded(x, parsed, 0)
@@ -100,11 +106,18 @@ def _keep(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """``x`` in ``low``, and also in ``high`` where any of ``guards`` is set and that is another format."""
     observe(guards[0], Kept(tuple(x.shape), x.dtype, role, low))
+    for guard in guards:
+        measure(guard, x, low)
     parsed = _parse(high)
     encoded = kernels.encode(x, _parse(low), seed)
     if low != high and any(guard.item() for guard in guards):
         return (*encoded, *kernels.encode(x, parsed, seed))
     return (*encoded, *empty_encoded(x, parsed, 0))
+
+
+def _copy(x: Tensor) -> Tensor:
+    """``aten.clone``, which Inductor leaves out where it takes it for needless."""
+    return x.clone(memory_format=torch.contiguous_format)
 
 
 def _note(guards: list[Tensor], left: str) -> Tensor:
@@ -169,6 +182,11 @@ def _keep_fake(
     return (*empty_encoded(x, _parse(low)), *empty_encoded(x, _parse(high), 0 if low == high else _dynamic_size()))
 
 
+@torch.library.register_fake(f"{NAMESPACE}::copy", lib=_library)
+def _copy_fake(x: Tensor) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
 @torch.library.register_fake(f"{NAMESPACE}::note", lib=_library)
 def _note_fake(guards: list[Tensor], left: str) -> Tensor:
     return torch.empty(0, dtype=torch.uint8)
@@ -206,6 +224,7 @@ for _name, _implementation in (
     ("save_high", _save_high),
     ("restore", _restore),
     ("keep", _keep),
+    ("copy", _copy),
     ("note", _note),
 ):
     # Disabled, or Dynamo would trace into what these call after a graph break of the model. Not by
@@ -288,6 +307,17 @@ def stored_shape(shape: Any) -> list[Any]:
     return [*shape[:-2], 1, shape[-2]] if len(shape) > 1 and shape[-1] == 1 else list(shape)
 
 
+def head_projection(kind: str, extra: str, x: Tensor, w: Tensor, b: Tensor | None, offs: Tensor | None) -> Tensor:
+    """The operator as PyTorch has it, marked as the output head: in the graph that is traced, or in autograd's."""
+    if torch.compiler.is_compiling():
+        with annotate({HEAD_KEY: True}):
+            return stock_projection(kind, extra, x, w, b, offs)
+    out = stock_projection(kind, extra, x, w, b, offs)
+    if out.grad_fn is not None:
+        mark(out, Marker.LOSS_HEAD)
+    return out
+
+
 def is_guardable(x: Tensor, w: Tensor, training: bool) -> bool:
     """Whether an activation of this call would be saved, and can be stored in another format."""
     return training and torch.is_grad_enabled() and w.requires_grad and x.is_floating_point()
@@ -300,7 +330,7 @@ def guarded_projection(
     w: Tensor,
     b: Tensor | None,
     offs: Tensor | None,
-    handle: Handle,
+    handle: Handle | Marker,
     training: bool,
 ) -> Tensor:
     """A projection on its low-cost or its recovery path.
@@ -317,15 +347,19 @@ def guarded_projection(
         w: weight, a parameter or a view or slice of one.
         b: bias, where the operator takes one.
         offs: int32 [E], row offsets of a grouped GEMM.
-        handle: guard, formats and bookkeeping of the unit.
+        handle: guard, formats and bookkeeping of the unit; a marker where the stock operator is to run and be marked.
         training: where False (and under no_grad, and for a frozen weight) nothing of ``x`` is kept and the stock
             operator runs.
 
     Raises:
         DoubleBackwardError: in a backward with ``create_graph=True``.
-        FormatError, NativeKernelError, UnsupportedTensorError: where a recipe for GEMMs cannot be followed.
+        NativeKernelError, UnsupportedInputError: where a recipe for GEMMs cannot be followed.
         UnsupportedTransformError: under a ``torch.func`` transform.
     """
+    if isinstance(handle, Marker):
+        return head_projection(kind, extra, x, w, b, offs)
+    if handle.frozen is not None:
+        return frozen_projection(kind, extra, x, w, b, offs, handle, training)
     eager = not torch.compiler.is_compiling()
     if handle.gemms is not None:
         return _low_precision(kind, extra, x, w, b, offs, handle, training, eager)
@@ -359,6 +393,8 @@ def _guarded_projection(
         if handle.saver is not None:
             handle.observation.enter("all" if handle.saver.active else "projections")
         if (handle.high if active else handle.low) == "none":  # before the cast, which autocast makes once per weight
+            if active:
+                measure(handle.guard, source.detach().to(dtype), handle.low)
             handle.observation.add(Kept(tuple(stored_shape(source.shape)), dtype))
             return stock_projection(kind, extra, x, w, b, offs)
     if cast:
@@ -414,8 +450,10 @@ def _low_precision(
     size = stored_shape(x.shape)
     low: Any = (None, None)
     high: Any = (None, None)
+    seed: Any = handle.seed  # both are taken as they are now: a step may come before the backward
     if eager:
         _refuse_transforms()
+        seed = None if seed is None else int(seed)
         active: Any = False
         if training:
             announce(handle.guard)
@@ -425,15 +463,17 @@ def _low_precision(
             low, high, _ = _encode_eager(source, x.detach().reshape(size), handle, active)
         elif training and keeps:
             handle.observation.add(Kept(tuple(size), dtype))
+            measure(handle.guard, x.detach(), gemm.operand_spec(spec))
     else:
         active = torch.ops.gnmr_fx.latch(handle.guard)
+        seed = None if seed is None else torch.ops.gnmr_fx.latch(seed)
         if stores:
             saved = x.detach().reshape(size)
             low = torch.ops.gnmr_fx.save_low(saved, handle.seed, handle.low)
             high = torch.ops.gnmr_fx.save_high(saved, handle.guard, handle.seed, handle.high, low=handle.low)
     reports = training and keeps and not stores
     return gemm.GuardedGemms.apply(
-        x, w, b, offs, active, handle.guard, handle.seed, *low, *high,
+        x, w, b, offs, active, handle.guard, seed, *low, *high,
         kind, extra, spec, handle.low, handle.high, size, keeps, reports,
     )  # fmt: skip
 
@@ -446,6 +486,7 @@ def _encode_eager(
     Shared with operators that read ``source`` too, and, where everything is stored, with whatever saves its memory.
     """
     spec, other = (handle.high, handle.low) if active else (handle.low, handle.high)
+    measure(handle.guard, x, handle.low)
     saver = handle.saver
     nothing = empty_encoded(x, _parse(other), 0)
     shared = saver.find(x, spec) if saver is not None else None

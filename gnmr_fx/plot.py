@@ -39,12 +39,63 @@ def share_of_bins(found: Iterable[Period], edges: np.ndarray) -> np.ndarray:
     return covered / np.diff(edges)
 
 
+def draw_audit(
+    units: Sequence[str],
+    gaps: Sequence[float],
+    oracle: Sequence[bool],
+    recent: Sequence[float],
+    gradient_norm: float,
+) -> Figure:
+    """The figure that :meth:`Audit.plot` writes: a bar for each unit, and next to it how often it was recovered.
+
+    Args:
+        units, gaps, oracle, recent: as :class:`gnmr_fx.audit.Audit` has them.
+        gradient_norm: what gaps are shown as a share of.
+
+    Raises:
+        MissingDependencyError: without matplotlib.
+    """
+    try:
+        import numpy as np
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+        from matplotlib.patches import Patch
+    except ImportError as error:
+        raise MissingDependencyError(
+            "expected matplotlib, which Audit.plot draws with, found none; pip install 'gnmr-fx[plot]'"
+        ) from error
+    rows, parent = len(units), common_parent(list(units))
+    figure = Figure(figsize=(9, min(9.0, max(1.2, 0.2 * rows)) + 1.2), layout="constrained")
+    FigureCanvasAgg(figure)
+    left, right = figure.subplots(1, 2, sharey=True, width_ratios=[3, 1])
+    places = np.arange(rows)
+    left.barh(places, 100 * np.array(gaps) / gradient_norm, color=[_RISKY if best else _ON for best in oracle])
+    right.barh(places, 100 * np.array(recent), color=_REFUSED)
+    shown = list(range(0, rows, math.ceil(rows / MAX_LABELS)))
+    left.set_yticks(shown, [below(units[row], parent) for row in shown], fontsize=7)
+    left.set_ylim(rows - 0.5, -0.5)
+    left.set_xlabel("recovery gap, % of the gradient's norm", fontsize=8)
+    right.set_xlabel("recovered,\n% of recent steps", fontsize=8)
+    right.set_xlim(0, 100)
+    left.set_title(f"gnmr-fx: recovery gaps of {counted(rows, 'unit')}", fontsize=10, loc="left")
+    for axes in (left, right):
+        axes.tick_params(labelsize=7)
+        axes.spines[["top", "right"]].set_visible(False)
+    legend = [
+        Patch(color=_RISKY, label="in the oracle's set"),
+        Patch(color=_ON, label="not in it"),
+        Patch(color=_REFUSED, label="the controller's choices"),
+    ]
+    figure.legend(handles=legend, loc="outside lower center", ncols=len(legend), fontsize=8, frameon=False)
+    return figure
+
+
 def draw(
     tracks: Mapping[str, Sequence[Period]],
     events: Sequence[Event],
     first_step: int,
     last_step: int,
-    budget: int,
+    budget: int | None,
     warmup_steps: int,
 ) -> Figure:
     """The figure that :meth:`Report.plot` writes. Leaves pyplot and its backend alone.
@@ -53,7 +104,7 @@ def draw(
         tracks: the periods of each unit, from top to bottom.
         events: marked where a unit was over a threshold or refused by the budget.
         first_step, last_step: the steps that the periods cover.
-        budget: the most units on the recovery path at a time.
+        budget: the most units on the recovery path at a time; None where it does not count units.
         warmup_steps: length of the warm-up.
 
     Raises:
@@ -95,12 +146,14 @@ def draw(
     active = on.sum(0)
     top.stairs(active, edges - 0.5, fill=True, color=_ON)
     top.stairs(active, edges - 0.5, color=_RISKY, linewidth=0.8)
-    top.axhline(budget, color="0.35", linewidth=1, linestyle="--")
-    top.set_ylim(0, 1.4 * max(1, min(budget, rows), active.max()))
+    if budget is not None:
+        top.axhline(budget, color="0.35", linewidth=1, linestyle="--")
+    top.set_ylim(0, 1.4 * max(1, min(budget or 0, rows), active.max()))
     top.set_ylabel("units on\nthe path", fontsize=8)
     top.yaxis.set_major_locator(MaxNLocator(integer=True, nbins=4))
     top.set_title(
-        f"gnmr-fx: recovery of {counted(rows, 'unit')} over {counted(last_step, 'step')}, budget {budget}"
+        f"gnmr-fx: recovery of {counted(rows, 'unit')} over {counted(last_step, 'step')}"
+        + ("" if budget is None else f", budget {budget}")
         + (f" ({width} steps a column)" if width > 1 else ""),
         fontsize=10,
         loc="left",

@@ -240,10 +240,10 @@ _MATMUL = {torch.matmul, operator.matmul, torch.mm, torch.bmm, Tensor.matmul, Te
 _RMATMUL = {Tensor.__rmatmul__}
 _ADDMM = {torch.addmm, torch.baddbmm, Tensor.addmm, Tensor.baddbmm}
 _EINSUM = {torch.einsum}
-_GROUPED = {f for f in (_function(F, "grouped_mm"), _function(torch, "_grouped_mm")) if f is not None}
+GROUPED = {f for f in (_function(F, "grouped_mm"), _function(torch, "_grouped_mm")) if f is not None}
 _METHODS = {"matmul": torch.matmul, "mm": torch.mm, "bmm": torch.bmm, "addmm": torch.addmm, "baddbmm": torch.baddbmm}
 
-PROJECTIONS = frozenset(_LINEAR | _MATMUL | _RMATMUL | _ADDMM | _EINSUM | _GROUPED)
+PROJECTIONS = frozenset(_LINEAR | _MATMUL | _RMATMUL | _ADDMM | _EINSUM | GROUPED)
 """Functions that may be projections; with :func:`is_projection` for those that exist only at run time."""
 
 
@@ -290,14 +290,14 @@ def match(
     if func in _LINEAR:
         x, w, b = _bind(args, kwargs, ("input", "weight", "bias"))
         return Call("linear", "", x, w, b) if is_weight(w) else None
-    if func in _GROUPED or func not in PROJECTIONS:
+    if func in GROUPED or func not in PROJECTIONS:
         names = ("input", "weight", "offs") if func not in PROJECTIONS else ("mat_a", "mat_b", "offs")
         x, w, offs = _bind(args, kwargs, names)
         if not is_weight(w):
             return None
         if offs is None or dim(x) != 2 or dim(w) != 3 or kwargs.get("bias") is not None:
             return "grouped GEMM in a layout other than rows [R, K] by experts [E, K, N] with offsets"
-        return Call("grouped" if func in _GROUPED else "hf_grouped", "", x, w, None, offs)
+        return Call("grouped" if func in GROUPED else "hf_grouped", "", x, w, None, offs)
     first, second = _bind(args, kwargs, ("input", "other" if "mat2" not in kwargs else "mat2"))[:2]
     left, right = (second, first) if func in _RMATMUL else (first, second)
     if is_weight(right):

@@ -18,15 +18,18 @@ from gnmr_fx.errors import FormatError, UnknownRecipeError
 __all__ = [
     "DEFAULT_RECIPE",
     "FULL",
+    "NF4",
     "RECIPES",
     "Backend",
     "Format",
     "FormatDtype",
+    "FrozenRecipe",
     "GemmPaths",
     "GemmRecipe",
     "Granularity",
     "Operands",
     "Recipe",
+    "Residual",
     "Rounding",
     "ScaleDtype",
     "dsv3",
@@ -34,17 +37,22 @@ __all__ = [
     "get_recipe",
 ]
 
-FormatDtype = Literal["int2", "int4", "int8", "fp6_e2m3", "fp6_e3m2", "fp8_e4m3", "fp8_e5m2", "bf16", "none"]
+FormatDtype = Literal["int2", "int3", "int4", "int8", "fp6_e2m3", "fp6_e3m2", "fp8_e4m3", "fp8_e5m2", "bf16", "none"]
 Granularity = Literal["tensor", "token", "group", "block"]
 Rounding = Literal["nearest", "stochastic"]
 ScaleDtype = Literal["bf16", "fp32", "e8m0"]
 Backend = Literal["auto", "native", "emulated"]
+Residual = Literal["device", "host"]
+Path = Literal["low", "high"]
+
+NF4 = "nf4"
+"""Spec of the 4-bit NormalFloat format with double quantization (QLoRA, arXiv 2305.14314), as torchao has it."""
 
 _BITS: Mapping[str, int | None] = MappingProxyType({
-    "int2": 2, "int4": 4, "int8": 8, "fp6_e2m3": 6, "fp6_e3m2": 6, "fp8_e4m3": 8, "fp8_e5m2": 8, "bf16": 16,
+    "int2": 2, "int3": 3, "int4": 4, "int8": 8, "fp6_e2m3": 6, "fp6_e3m2": 6, "fp8_e4m3": 8, "fp8_e5m2": 8, "bf16": 16,
     "none": None,
 })  # fmt: skip
-_INTEGER = ("int2", "int4", "int8")
+_INTEGER = ("int2", "int3", "int4", "int8")
 _UNSCALED = ("bf16", "none")
 _SIZED = ("group", "block")
 _SPEC = (
@@ -58,9 +66,9 @@ class Format:
     """How one tensor is stored.
 
     Args:
-        dtype: ``"int2"``, ``"int4"``, ``"int8"`` (affine, zero kept exactly), ``"fp6_e2m3"``, ``"fp6_e3m2"``,
-            ``"fp8_e4m3"``, ``"fp8_e5m2"`` (symmetric), ``"bf16"`` (a plain cast) or ``"none"`` (kept as it is, in its
-            own dtype, lossless).
+        dtype: ``"int2"``, ``"int3"``, ``"int4"``, ``"int8"`` (affine, zero kept exactly), ``"fp6_e2m3"``,
+            ``"fp6_e3m2"``, ``"fp8_e4m3"``, ``"fp8_e5m2"`` (symmetric), ``"bf16"`` (a plain cast) or ``"none"`` (kept as
+            it is, in its own dtype, lossless).
         granularity: what shares one scale: the whole ``"tensor"``, a ``"token"`` (a row of the last
             dimension), a ``"group"`` of at most ``group_size`` neighbours in a row, or a ``"block"`` of at most
             ``group_size`` by ``group_size`` elements of the last two dimensions.
@@ -202,11 +210,11 @@ class Format:
         return cls(match["dtype"], symmetric=match["symmetric"] is not None, **options)  # type: ignore[arg-type]
 
 
-def at_least_8_bits(fmt: Format) -> Format:
-    """``fmt``, or int8 in its place where it has fewer bits than that."""
-    if fmt.bits is None or fmt.bits >= 8:
+def at_least(fmt: Format, bits: int) -> Format:
+    """``fmt``, or where it has fewer than ``bits`` (8, 4, or 0 for no such bound) the integer format that has them."""
+    if fmt.bits is None or fmt.bits >= bits:
         return fmt
-    return replace(fmt, dtype="int8", scale="bf16" if fmt.scale == "e8m0" else fmt.scale)
+    return replace(fmt, dtype="int8" if bits == 8 else "int4", scale="bf16" if fmt.scale == "e8m0" else fmt.scale)
 
 
 def _check_choice(field: str, value: object, choices: tuple[str, ...]) -> None:
@@ -295,7 +303,7 @@ class GemmRecipe:
         backend: ``"native"``: a kernel of torch that multiplies in the format itself, which raises where there is none
             for the device, formats and shapes; ``"emulated"``: operands are quantized and dequantized, and multiplied
             in the dtype of the run; ``"auto"``: native where there is a kernel. The table shows which one runs.
-        eval_path: what runs in ``eval()``: the recovery path, ``"high"``, or ``"low"``.
+        evaluate: what runs in ``eval()``: the recovery path, ``"high"``, or ``"low"``.
 
     Raises:
         FormatError: for a value outside these.
@@ -305,7 +313,7 @@ class GemmRecipe:
     grad_input: GemmPaths = GemmPaths()
     grad_weight: GemmPaths = GemmPaths()
     backend: Backend = "auto"
-    eval_path: Literal["high", "low"] = "high"
+    evaluate: Literal["high", "low"] = "high"
 
     def __post_init__(self) -> None:
         for field in ("output", "grad_input", "grad_weight"):
@@ -314,7 +322,7 @@ class GemmRecipe:
                     f"expected GemmRecipe.{field} to be gnmr_fx.GemmPaths, found {getattr(self, field)!r}"
                 )
         _check_choice("backend", self.backend, get_args(Backend))
-        _check_choice("eval_path", self.eval_path, ("high", "low"))
+        _check_choice("evaluate", self.evaluate, ("high", "low"))
 
     @property
     def is_stochastic(self) -> bool:
@@ -323,6 +331,47 @@ class GemmRecipe:
         return any(
             fmt.is_stochastic for p in paths for operands in (p.low, p.high) for fmt in (operands.left, operands.right)
         )
+
+
+@dataclass(frozen=True)
+class FrozenRecipe:
+    """How the weights of frozen projections are kept, under adapters that train.
+
+    Args:
+        low: the format they are stored in, on their device: a :class:`Format` with scales, rounded to nearest, or
+            ``"nf4"``. The low-cost path computes with what it stores, the recovery path with the exact weight.
+        residual: where the exact weights are kept. ``"host"``: in host memory; those of the units on the recovery path
+            are brought to the device. ``"device"``: beside the low-cost ones, which saves no memory and makes a switch
+            free of charge.
+        evaluate: the path in eval mode: ``"high"``, with exact weights (those on the host are brought one by one, for
+            one call each), or ``"low"``.
+
+    Raises:
+        FormatError: for a value outside these.
+    """
+
+    low: Format | Literal["nf4"] = Format("int8", "token")
+    residual: Residual = "host"
+    evaluate: Path = "high"
+
+    def __post_init__(self) -> None:
+        low: object = self.low
+        if low != NF4 and not (isinstance(low, Format) and low.is_scaled and not low.is_stochastic):
+            raise FormatError(
+                f"expected FrozenRecipe.low to be {NF4!r} or a Format with scales that rounds to nearest, found {low!r}"
+            )
+        _check_choice("FrozenRecipe.residual", self.residual, get_args(Residual))
+        _check_choice("FrozenRecipe.evaluate", self.evaluate, get_args(Path))
+
+    @property
+    def spec(self) -> str:
+        """Of the low-cost format: ``"int8/token/nearest"``, ``"nf4"``."""
+        return str(self.low)
+
+    @property
+    def label(self) -> str:
+        """The low-cost format for a table: ``"int8 token"``, ``"nf4"``."""
+        return self.low.label if isinstance(self.low, Format) else self.low
 
 
 @dataclass(frozen=True)
@@ -335,15 +384,19 @@ class Recipe:
         name: a name for tables and reports; None for a recipe of one's own.
         gemm: the formats of its GEMMs; None to compute as PyTorch does. Where an activation is stored in the very
             format in which the output takes it, it is quantized once, and the stored one is multiplied.
+        frozen: how frozen weights are kept. Then the units are the projections with a frozen weight, and nothing else
+            changes: ``low`` and ``high`` are ``Format("none")``.
 
     Raises:
-        FormatError: where ``low`` or ``high`` is not a :class:`Format`, or one that stores activations in blocks.
+        FormatError: where ``low`` or ``high`` is not a :class:`Format`, or one that stores activations in blocks, or
+            not "none" beside ``frozen``; and for ``gemm`` beside ``frozen``.
     """
 
     low: Format
     high: Format
     name: str | None = None
     gemm: GemmRecipe | None = None
+    frozen: FrozenRecipe | None = None
 
     def __post_init__(self) -> None:
         _check_formats(self, "low", "high")
@@ -355,6 +408,31 @@ class Recipe:
                 )
         if self.gemm is not None and not isinstance(self.gemm, GemmRecipe):
             raise FormatError(f"expected Recipe.gemm to be a gnmr_fx.GemmRecipe or None, found {self.gemm!r}")
+        if self.frozen is not None:
+            if self.gemm is not None:
+                raise FormatError("expected a recipe for frozen weights or one for GEMMs, found both; leave one out")
+            if not isinstance(self.frozen, FrozenRecipe):
+                raise FormatError(f"expected Recipe.frozen to be a FrozenRecipe or None, found {self.frozen!r}")
+            if (self.low.dtype, self.high.dtype) != ("none", "none"):
+                raise FormatError(
+                    f"expected low and high to be Format('none') in a recipe for frozen weights, found {self.low} and "
+                    f"{self.high}; a frozen projection saves no activation, and others are left alone"
+                )
+
+    @classmethod
+    def for_frozen(cls, frozen: FrozenRecipe, name: str | None = None) -> Recipe:
+        """The recipe that keeps frozen weights like that, and changes nothing else."""
+        return cls(Format("none"), Format("none"), name, frozen=frozen)
+
+    def with_residual(self, residual: Residual) -> Recipe:
+        """This recipe for frozen weights with their exact values kept on the ``"device"`` or on the ``"host"``.
+
+        Raises:
+            FormatError: for another place, or where this recipe is not one for frozen weights.
+        """
+        if self.frozen is None:
+            raise FormatError(f"expected a recipe for frozen weights such as 'lora-int8-bf16', found {self}")
+        return replace(self, frozen=replace(self.frozen, residual=residual))
 
     @property
     def is_stochastic(self) -> bool:
@@ -367,6 +445,8 @@ class Recipe:
         if self.gemm is not None:
             output = self.gemm.output
             formats = f"GEMMs {_change(output.low.label, output.high.label)}, saved {formats}"
+        if self.frozen is not None:
+            formats = f"weights {self.frozen.label} -> exact, which are on the {self.frozen.residual}"
         return f"{self.name} ({formats})" if self.name else formats
 
 
@@ -437,6 +517,8 @@ RECIPES: Mapping[str, Recipe] = _named(
     dynamic_gemm(Format("int8", "token", scale="fp32", symmetric=True), name="gemm-int8-bf16"),
     dynamic_gemm(Format("fp8_e4m3", "token", scale="fp32"), name="gemm-fp8-bf16"),
     dynamic_gemm(Format("fp8_e4m3", "tensor", scale="fp32"), name="gemm-fp8-tensor-bf16"),
+    Recipe.for_frozen(FrozenRecipe(Format("int8", "token")), "lora-int8-bf16"),
+    Recipe.for_frozen(FrozenRecipe("nf4"), "lora-nf4-bf16"),
 )
 
 DEFAULT_RECIPE = "saved-int4-int8"

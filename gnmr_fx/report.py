@@ -6,21 +6,21 @@ import collections
 import functools
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
-from gnmr_fx.config import GnmrConfig
-from gnmr_fx.history import Period, UnitSummary, fired, periods, summary, told
+from gnmr_fx.config import GnmrConfig, Threshold
+from gnmr_fx.history import SIGNAL_NAMES, Period, UnitSummary, fired, periods, summary, told
 from gnmr_fx.instrument import controller
 from gnmr_fx.operator_table import Table, table
 from gnmr_fx.plot import draw
 from gnmr_fx.recipe import Recipe
 from gnmr_fx.runtime import Event
-from gnmr_fx.text import below, common_parent, counted, grid, listed, recipe_data, share, to_json
+from gnmr_fx.text import below, budget_text, common_parent, counted, grid, listed, recipe_data, share, to_json
 
 __all__ = ["Report", "Table", "report", "table"]
 
@@ -80,7 +80,7 @@ class Report:
     stats: Mapping[str, Any]
     events: tuple[Event, ...]
     recipe: Recipe
-    budget: int
+    budget: int | float
     forced: bool
     config: GnmrConfig
 
@@ -149,7 +149,8 @@ class Report:
         Raises:
             MissingDependencyError: without matplotlib.
         """
-        figure = draw(self.periods, self.events, self.first_step, self.steps, self.budget, self.config.warmup_steps)
+        limit = int(self.budget) if self.config.budget_unit == "units" else None
+        figure = draw(self.periods, self.events, self.first_step, self.steps, limit, self.config.warmup_steps)
         figure.savefig(os.fspath(path), dpi=150)
         return Path(path)
 
@@ -166,7 +167,8 @@ class Report:
         if ranked:
             part = f" ({TOP_UNITS} of {len(ranked)})" if len(ranked) > TOP_UNITS else ""
             headers = ["unit", "times", "steps", "over", "refused"]
-            headers += ["highest\nGNMR", "at\nstep", "highest\nΔGNMR", "at\nstep"]
+            name = SIGNAL_NAMES[self.config.signal]
+            headers += [f"highest\n{name}", "at\nstep", f"highest\nΔ{name}", "at\nstep"]
             rows = [_summary_row(s, parent) for s in ranked[:TOP_UNITS]]
             blocks += [f"most recovered units{part}", grid(rows, headers, "lrrrrrrrr")]
         if self.events:
@@ -180,21 +182,29 @@ class Report:
 
     def _overview(self, parent: str) -> Iterator[tuple[str, str]]:
         stats, config, units = self.stats, self.config, len(self.units)
-        yield "over a threshold if", f"GNMR > α = {_bound(config.alpha)} or ΔGNMR > β = {_bound(config.beta)}"
+        name = SIGNAL_NAMES[config.signal]
+        yield "over a threshold if", f"{name} > α = {_bound(config.alpha)} or Δ{name} > β = {_bound(config.beta)}"
         mean = {"all": "all earlier steps", "ema": f"decay {config.ema_decay:g}", "window": f"{config.window} steps"}
         yield (
             "history",
+            f"{'each path by itself, ' if config.history == 'per_path' else ''}"
             f"mean over {mean[config.mean]}, window {config.window}, lock {config.lock_steps}, "
             f"warm-up {config.warmup_steps} steps",
         )
-        yield "budget", f"{self.budget} of {counted(units, 'unit')} at a time ({share(self.budget, units)})"
+        if config.measures_errors:
+            yield "errors measured", f"every {counted(config.signal_every, 'step')}"
+        if config.budget_unit == "units":
+            yield "budget", f"{self.budget} of {counted(units, 'unit')} at a time ({share(int(self.budget), units)})"
+        else:
+            yield "budget", f"{budget_text(self.budget, config.budget_unit)} at a time, {counted(units, 'unit')}"
         if not self.steps:
             yield "so far", "no optimizer step yet"
             return
+        full = "whole budget" if config.budget_unit == "units" else "a unit refused"
         yield (
             "on the recovery path",
             f"{stats['recovered'] / self.steps:.2f} units on average, {stats['most_active']} at most; "
-            f"whole budget in {share(stats['full'], self.steps)} of steps; "
+            f"{full} in {share(stats['full'], self.steps)} of steps; "
             f"{counted(stats['switches'], 'guard change')}",
         )
         yield (
@@ -223,5 +233,7 @@ def _summary_row(found: UnitSummary, parent: str) -> list[str]:
     return [below(found.unit, parent), *numbers]
 
 
-def _bound(value: float | Callable[[int], float]) -> str:
+def _bound(value: Threshold) -> str:
+    if isinstance(value, str):
+        return value
     return "a schedule" if callable(value) else "off" if math.isinf(value) else f"{value:g}"

@@ -3,7 +3,8 @@
 The decisions themselves are pure functions in :mod:`gnmr_fx.controller`. This is the glue, in the order of one step:
 
 1. A guarded projection that runs in a forward sees to it that its weight carries a hook (sharding, unfreezing and the
-   like may have put another parameter in place), and that a forward inside DDP is known as one.
+   like may have put another parameter in place), and that a forward inside DDP is known as one. A unit whose weight is
+   frozen listens to its adapters instead, or, where it has none, takes the norm of its output's gradient as it passes.
 2. The hook on each unit's weight notes that its gradient was accumulated, and asks autograd for a callback at the end
    of that backward.
 3. At the end of each backward, behind what others (DDP, FSDP2) do there, one fused call takes the norms of the
@@ -20,12 +21,14 @@ step, as a risk and not as an entry of a history.
 from __future__ import annotations
 
 import collections
+import contextlib
+import copy
 import math
 import statistics
 import time
 import warnings
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -36,17 +39,20 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from gnmr_fx import distributed
 from gnmr_fx.config import GnmrConfig
-from gnmr_fx.controller import MISSING, Decision, init, state_from_dict, state_to_dict, update
+from gnmr_fx.controller import MISSING, Decision, check_costs, init, state_from_dict, state_to_dict, update
+from gnmr_fx.costs import UNKNOWN, cost_of
 from gnmr_fx.errors import GnmrWarning, RankMismatchError, StateMismatchError, UnknownUnitError
+from gnmr_fx.frozen import FrozenWeight
 from gnmr_fx.gemm import Spec
 from gnmr_fx.gradients import Listener, OptimizerHook, WeightHooks, active_grad_scale, gradient_norms, in_backward
+from gnmr_fx.measure import Probe
 from gnmr_fx.ops import remove_partitioner
 from gnmr_fx.recipe import Recipe
 from gnmr_fx.saved import Saver
 from gnmr_fx.scope import AllSaved
 from gnmr_fx.units import Handle, Memo, Unit, observers, register_observer, unregister_observer
 
-STATE_VERSION = 2
+STATE_VERSION = 3
 _FOREIGN_STEPS_BEFORE_WARNING = 3
 FORWARDS_BEFORE_WARNING = 1000
 """Forwards in training mode without a step of the controller after which it warns. Accumulating gradients over as many
@@ -61,7 +67,9 @@ class Event(NamedTuple):
     (-1 where there was none), ratios are dimensionless, ``lock`` is in steps. ``changed`` says that the guard went the
     other way; ``forced``, that it was pinned by hand; ``first_non_finite``, that of the units whose norm is not finite
     in this step this one went so first: in the earliest backward, and there in the order of the backward, which is the
-    reverse of that in which the forward ran them. (In a distributed run, as this rank saw it.)
+    reverse of that in which the forward ran them. (In a distributed run, as this rank saw it.) ``alpha`` and ``beta``
+    are the thresholds in force. Under another signal than the default one its level and change stand in the place of
+    ``gnmr`` and ``delta_gnmr``.
     """
 
     step: int
@@ -76,6 +84,22 @@ class Event(NamedTuple):
     changed: bool
     forced: bool
     first_non_finite: bool = False
+    alpha: float = math.inf
+    beta: float = math.inf
+
+
+class Heard(NamedTuple):
+    """What one step's decision rests on, float64 on the host, the same on all ranks; a negative value = none.
+
+    Attributes:
+        norms: gradient norm of each unit, [units].
+        errors: relative errors measured in this step, [units]; None where none were.
+        costs: of each unit on the recovery path, [units]; None for a budget in units.
+    """
+
+    norms: Tensor
+    errors: Tensor | None = None
+    costs: Tensor | None = None
 
 
 class Site(NamedTuple):
@@ -102,7 +126,8 @@ class Round:
         calls: forwards in which each unit ran guarded (calls, where a unit runs several times in one).
         arrived: unit -> the weight at which its gradient arrived last.
         pending: norms as of the last backward.
-        early: norms of units whose optimizer steps inside the backward, as it found them.
+        early: norms of units whose optimizer steps inside the backward, as it found them, by unit and parameter.
+        outputs: on each device, the sums of the squared norms of output gradients, of the units in ``passed``.
         went_bad: on each device, the backward (from 1) in which each unit's norm was first not finite, 0 = none; the
             last backward is not entered yet.
         backwards: number of backwards that have ended.
@@ -117,7 +142,9 @@ class Round:
     calls: list[int]
     arrived: dict[int, Tensor] = field(default_factory=dict)
     pending: list[Measured] = field(default_factory=list)
-    early: dict[int, Measured] = field(default_factory=dict)
+    early: dict[tuple[int, int], Measured] = field(default_factory=dict)
+    outputs: dict[torch.device, Tensor] = field(default_factory=dict)
+    passed: dict[torch.device, set[int]] = field(default_factory=dict)
     went_bad: dict[torch.device, Tensor] = field(default_factory=dict)
     backwards: int = 0
     open_in: int | None = None
@@ -136,8 +163,12 @@ class Controller:
         events: records of risky and changed units, oldest first, at most ``config.max_events``.
         decision: the last :class:`gnmr_fx.controller.Decision`; None before the first step.
         scope: options of scope "all"; None where only what projections read is stored.
+        probe: measures quantization errors, where the signal needs them.
         left_in_graph: for each compiled graph, by the indices of its units: what it keeps as it is, as JSON.
+        trained: the model, whose optimizers are all listened to; None where units' weights tell which ones matter.
     """
+
+    trained: nn.Module | None = None
 
     def __init__(
         self,
@@ -161,6 +192,8 @@ class Controller:
         self.events: collections.deque[Event] = collections.deque(maxlen=config.max_events)
         self.decision: Decision | None = None
         self._state = init(len(self.units), config, max_active)
+        self.probe = Probe(len(self.units))
+        self._aim_probe()
         self._chosen = torch.zeros_like(self.flags)  # the guards as decided, whether they are pinned by hand or not
         self._forced: Tensor | None = None
         self._counts: dict[str, int] = dict.fromkeys(
@@ -170,6 +203,7 @@ class Controller:
         self._steps_recovered = torch.zeros(len(self.units), dtype=torch.int64)
         self._seconds = 0.0
         self._optimizer_hooks: list[Any]
+        self._costs_checked: bool
         self._order = [0] * len(self.units)
         self._clock = 0
         self._reset_step()
@@ -178,8 +212,9 @@ class Controller:
     # What users read and call ----------------------------------------------------------------------------------------
 
     @property
-    def max_active(self) -> int:
-        """The budget: the most units on the recovery path in any step."""
+    def max_active(self) -> int | float:
+        """The budget: the most units on the recovery path in any step, or the most that these may cost in
+        ``config.budget_unit``: a number, or a share (float) of what all units cost."""
         return self._state.max_active
 
     @property
@@ -196,7 +231,8 @@ class Controller:
     def stats(self) -> dict[str, Any]:
         """Counts since the start: ``steps``, ``unit_steps``, ``risky`` / ``recovered`` / ``refused`` unit-steps,
         ``switches`` (guards that changed), ``most_active`` (most units at once), ``full`` (steps with the whole budget
-        in use), ``non_finite`` unit-steps, ``events``, ``events_dropped``, and ``seconds`` spent in the controller."""
+        in use; for one that does not count units, in which it refused a unit), ``non_finite`` unit-steps,
+        ``events``, ``events_dropped``, and ``seconds`` spent in the controller."""
         counts = self._counts
         return {
             "steps": self.step_count,
@@ -231,6 +267,7 @@ class Controller:
 
         Raises:
             RankMismatchError: where ranks that train the same units disagree on what they run.
+            BudgetError: where a budget in bytes or operations turns out to be too small for any unit.
         """
         decision = self._tick(grad_scale, by_hand=True)
         assert decision is not None
@@ -241,20 +278,59 @@ class Controller:
         start = time.perf_counter()
         self._attach_hooks()
         groups = self._company()
-        norms = self._norms(grad_scale, groups)
+        heard = self._heard(grad_scale, groups)
+        norms = heard.norms
         if groups and not by_hand and bool((norms == MISSING).all()):
             return None
         first = self._first_non_finite(norms)
-        self._state, decision = update(self._state, norms, self.config)
+        if heard.costs is not None and not self._costs_checked:
+            check_costs(self.max_active, heard.costs, self.config.budget_unit)
+            self._costs_checked = bool((heard.costs > 0).any())
+        self._state, decision = update(
+            self._state, norms, self.config, errors=heard.errors, costs=heard.costs, recovered=self.flags
+        )
         self._count(decision, norms)
         self._chosen = decision.active
         self._apply(self._chosen if self._forced is None else self._forced, decision, norms, first)
         self.decision = decision
         self.seed.add_(1)
         self.memo.clear()
+        self._aim_probe()
         self._reset_step()
         self._seconds += time.perf_counter() - start
         return decision
+
+    def costs(self) -> list[float]:
+        """What each unit costs on the recovery path, on this rank and by its last pass, in ``config.budget_unit``
+        (bytes where that is units); negative where that is not known. Of a frozen weight the bytes of the exact one."""
+        if self.recipe.frozen is not None:
+            weights = (FrozenWeight.held_by(u.module, u.spec.parameter) for u in self.units)
+            return [UNKNOWN if w is None else float(w.store.residual.nbytes) for w in weights]
+        low, high, unit = self.recipe.low, self.recipe.high, self.config.budget_unit
+        return [cost_of(u, low, high, "bytes" if unit == "units" else unit) for u in self.units]
+
+    @contextlib.contextmanager
+    def undisturbed(self) -> Iterator[None]:
+        """Forwards and gradients inside leave no trace here, and guards may be set at will: for measurements."""
+        flags, seed = self.flags.clone(), int(self.seed)
+        names = ("_round", "_seconds", "_clock", "_order", "_heard_since_foreign_step", "_warned_idle", "_last_group")
+        kept = {name: copy.copy(self.__dict__[name]) for name in names}
+        graphs, observations = dict(self.left_in_graph), [copy.copy(unit.observation) for unit in self.units]
+        probe, self.probe = self.probe, Probe(len(self.units))
+        for unit in self.units:
+            unit.observation.calls, unit.observation.last = {}, dict(unit.observation.last)
+        self._reset_step()
+        self.memo.clear()
+        try:
+            yield
+        finally:
+            self.flags.copy_(flags)
+            self.seed.fill_(seed)
+            self.__dict__.update(kept)
+            self.left_in_graph, self.probe = graphs, probe
+            for unit, observation in zip(self.units, observations, strict=True):
+                unit.observation.__dict__.update(observation.__dict__)
+            self.memo.clear()
 
     def force(self, which: Literal["high", "low"] | Iterable[str] | None) -> None:
         """Pin the guards, budget or not, for debugging and reference runs; ``None`` gives them back to the controller.
@@ -344,6 +420,7 @@ class Controller:
         )
         loaded = state_from_dict(state["rules"], self.config, self.max_active, len(names))
         self._state = loaded
+        self._aim_probe()
         self.seed.fill_(state["seed"])
         self._counts = dict(state["counts"])
         self._seconds = float(state["seconds"])
@@ -358,6 +435,7 @@ class Controller:
         self.decision = None
         self._chosen = flags
         self.flags.copy_(flags if self._forced is None else self._forced)
+        self._place_weights()
 
     # Guards ----------------------------------------------------------------------------------------------------------
 
@@ -368,7 +446,9 @@ class Controller:
         low, high = str(recipe.low), str(recipe.high)
         gemms = None if recipe.gemm is None else (Spec.of(recipe.gemm), Spec.of_eval(recipe.gemm))
         observation = self.units[index].observation
-        return Handle(self.flags[index], seed, low, high, self.memo, observation, self.scope, self.saver, gemms)
+        return Handle(
+            self.flags[index], seed, low, high, self.memo, observation, self.scope, self.saver, gemms, recipe.frozen
+        )
 
     def connect(self) -> None:
         """Give every site its handle and start listening to gradients and optimizer steps."""
@@ -385,6 +465,7 @@ class Controller:
         for hook in self._optimizer_hooks:
             weakref.finalize(self, hook.remove)
         self._attach_hooks()
+        self._place_weights()
 
     def disconnect(self) -> None:
         """Undo :meth:`connect`."""
@@ -405,6 +486,7 @@ class Controller:
         self._last_group: distributed.ProcessGroup | None = None
         self._groups: tuple[Any, tuple[distributed.ProcessGroup, ...]] = (None, ())
         self._agreed: tuple[distributed.ProcessGroup, ...] = ()
+        self._costs_checked = False
         self._foreign_steps = 0
         self._heard_since_foreign_step = False
         self._warned_foreign = False
@@ -412,20 +494,24 @@ class Controller:
 
     # Forwards --------------------------------------------------------------------------------------------------------
 
-    def projection_ran(self, index: int) -> None:
-        """Called whenever unit ``index`` runs guarded: by a forward, or by a recomputation inside a backward."""
+    def projection_ran(self, index: int, counts: bool = True) -> None:
+        """Called whenever unit ``index`` runs guarded: by a forward, or by a recomputation inside a backward.
+
+        ``counts`` says whether a backward may follow.
+        """
         task = torch._C._current_graph_task_id()
         if self._round.due and task != self._round.recomputed_in:
             self._tick(1.0)
         if in_backward():
             self._round.recomputed_in = task
             return
-        weight = self.units[index].parameter
-        if weight is not None and not self._hooks.covers(index, weight):
-            self._attach_hook(index, weight)
+        if not counts:
+            return
+        now, unit = self._round, self.units[index]
+        if unit.adapters is None or not now.calls[index]:  # adapters take a walk over modules to find
+            self._listen(unit)
         self._clock += 1
         self._order[index] = self._clock
-        now = self._round
         if now.group is None:
             now.group = distributed.data_parallel_group()
         now.calls[index] += 1
@@ -463,22 +549,45 @@ class Controller:
     def _attach_hooks(self) -> None:
         """Hook the weights as the modules hold them now: moving, wrapping and sharding may have replaced them."""
         for unit in self.units:
-            weight = unit.parameter
-            if weight is not None and not self._hooks.covers(unit.index, weight):
-                self._attach_hook(unit.index, weight)
+            self._listen(unit)
 
-    def _attach_hook(self, index: int, weight: Tensor) -> None:
+    def _listen(self, unit: Unit) -> None:
+        heard = unit.heard()
+        for parameter in heard:
+            if not self._hooks.covers(unit.index, parameter):
+                self._attach_hook(unit.index, parameter, len(heard))
+
+    def _attach_hook(self, index: int, weight: Tensor, weights: int = 1) -> None:
         if weight.requires_grad and weight.is_leaf:
-            self._hooks.attach(index, weight, weakref.ref(self))
+            self._hooks.attach(index, weight, weakref.ref(self), weights)
+
+    def _aim_probe(self) -> None:
+        """Measure errors in the step to come, if it is time to."""
+        measurements, rest = divmod(self.step_count, self.config.signal_every)
+        self.probe.reset(self.config.measures_errors and rest == 0, offset=measurements)
 
     def _reset_step(self) -> None:
         self._round = Round([0] * len(self.units))
 
     def gradient_arrived(self, index: int, weight: Tensor) -> None:
         """Called by the hook on the weight of unit ``index``, during a backward."""
-        now = self._round
-        now.arrived[index] = weight
-        task = torch._C._current_graph_task_id()
+        self._round.arrived[index] = weight
+        self._await_end()
+
+    def output_gradient(self, index: int, gradient: Tensor) -> None:
+        """Called in a backward with the gradient of the output of unit ``index``, a frozen projection."""
+        if self.units[index].spec.signal != "output":
+            return
+        now, device = self._round, gradient.device
+        if device not in now.outputs:
+            now.outputs[device] = torch.zeros(len(self.units), dtype=torch.float64, device=device)
+        now.outputs[device][index] += gradient_norms([gradient])[0].double().square()
+        now.passed.setdefault(device, set()).add(index)
+        self._await_end()
+
+    def _await_end(self) -> None:
+        """See to it that the end of the backward under way is heard."""
+        now, task = self._round, torch._C._current_graph_task_id()
         if now.open_in != task:  # else its end is waited for already; an earlier one that failed has no end
             now.open_in = task
             # DDP queues its own callback after this one and only there finishes the gradients: queue behind it.
@@ -492,8 +601,8 @@ class Controller:
         self._heard_since_foreign_step = True
         self._enter_non_finite()
         now.backwards += 1
-        found = [(index, self._gradient(index)) for index in sorted(now.arrived) if index not in now.early]
-        now.pending = [*_measured((i, g) for i, g in found if g is not None), *now.early.values()]
+        found = [(index, gradient) for index in sorted(now.arrived) for gradient in self._gradients(index)]
+        now.pending = [*_measured(found), *now.early.values(), *self._outputs()]
         for unit in self.units:
             unit.observation.close()
         self._seconds += time.perf_counter() - start
@@ -504,8 +613,22 @@ class Controller:
             else:
                 now.due = True
 
+    def _outputs(self) -> Iterator[Measured]:
+        """Norms of the output gradients of the step so far."""
+        for device, squares in self._round.outputs.items():
+            indices = sorted(self._round.passed[device])
+            yield Measured(indices, squares[indices].sqrt(), [1] * len(indices))
+
+    def _gradients(self, index: int) -> list[Tensor]:
+        """The accumulated gradients that a unit listens to, as the optimizer will see them."""
+        unit, early = self.units[index], self._round.early
+        if unit.adapters is not None:
+            return [p.grad for p in unit.heard() if p.grad is not None and (index, id(p)) not in early]
+        gradient = None if (index, 0) in early else self._gradient(index)
+        return [] if gradient is None else [gradient]
+
     def _gradient(self, index: int) -> Tensor | None:
-        """The accumulated gradient of a unit, as the optimizer will see it.
+        """The accumulated gradient of a unit's weight.
 
         Of FSDP2's two parameters for one weight the gradient ends at the shard, which may not have had a hook yet.
         """
@@ -525,23 +648,26 @@ class Controller:
             )
             bad[indices] = torch.where((bad[indices] == 0) & ~norms.isfinite(), now.backwards, bad[indices])
 
-    def _norms(self, grad_scale: float, groups: tuple[distributed.ProcessGroup, ...]) -> Tensor:
-        """Norms [units], float64 on the host; ``MISSING`` where there is no gradient. The same on all ranks."""
+    def _heard(self, grad_scale: float, groups: tuple[distributed.ProcessGroup, ...]) -> Heard:
+        """What the decision rests on: norms are ``MISSING`` where there is no gradient."""
         now, count = self._round, len(self.units)
         device = torch.device("cpu")
         if groups:
             weights = (measured.norms for measured in now.pending) if now.pending else self._hooks.weights()
-            device = distributed.device_for(groups, next(iter(weights)).device)
+            device = distributed.device_for(groups, next(iter(weights), self.flags).device)
             self._agree(groups, device)
-        # Rows: norms (squared, to be summed over ranks), how many ranks have one, how many have seen the unit run.
-        # The last column tells whether all ranks are in the same state.
-        table = torch.zeros(3, count + 1, dtype=torch.float64, device=device)
+        # Rows: norms (squared, to be summed over ranks and adapters), how many ranks have one, how many have seen the
+        # unit run; if they matter, squared errors and how many there are, costs and how many ranks know one. The last
+        # column tells whether all ranks are in the same state.
+        measuring, priced = self.probe.is_open, self.config.budget_unit != "units"
+        table = torch.zeros(3 + 2 * measuring + 2 * priced, count + 1, dtype=torch.float64, device=device)
+        squared = bool(groups) or self.recipe.frozen is not None
         for indices, norms, shards in now.pending:
             values = norms.to(device, torch.float64)
-            if groups:
+            if squared:
                 values = values.square() * torch.tensor(shards, device=device)
             at = torch.tensor(indices, device=device)
-            table[0, at] = values
+            table[0].index_add_(0, at, values)
             table[1, at] = 1.0
         for bad in now.went_bad.values():
             ever = (bad > 0).to(device)
@@ -549,6 +675,11 @@ class Controller:
             table[1, :count].masked_fill_(ever, 1.0)
         table[0].nan_to_num_(nan=math.inf, posinf=math.inf)
         table[2, :count] = torch.tensor([unit.observation.seen for unit in self.units], device=device)
+        if measuring:
+            table[3:5, :count] = self.probe.sums(device).nan_to_num_(nan=math.inf, posinf=math.inf)
+        if priced:
+            costs = torch.tensor(self.costs(), dtype=torch.float64, device=device)
+            table[-2, :count], table[-1, :count] = costs.clamp(min=0.0), costs >= 0
         if groups:
             digest = self._digest()
             table[0, count], table[1, count] = digest, 1.0
@@ -559,11 +690,13 @@ class Controller:
                     f"is at step {self.step_count}; load the same controller state on every rank, and let every rank "
                     "make the same optimizer steps"
                 )
-            norms = (table[0] / table[1].clamp(min=1.0)).sqrt()[:count]
-        else:
-            norms = table[0, :count].clone()
+        norms = (table[0] / table[1].clamp(min=1.0)).sqrt()[:count] if squared else table[0, :count].clone()
         absent = (table[1, :count] == 0) | (table[2, :count] == 0)
-        return (norms / grad_scale).masked_fill_(absent, MISSING)
+        return Heard(
+            (norms / grad_scale).masked_fill_(absent, MISSING),
+            _means(*table[3:5, :count]).sqrt_().nan_to_num_(nan=MISSING, posinf=math.inf) if measuring else None,
+            _means(*table[-2:, :count]).nan_to_num_(nan=MISSING, posinf=math.inf) if priced else None,
+        )
 
     def _went_non_finite(self) -> Tensor:
         """Bool [units] on the host: those with a norm that was not finite since the last step."""
@@ -638,7 +771,8 @@ class Controller:
         for parameter in _parameters(optimizer):
             for index in self._hooks.units_of(parameter):
                 if parameter.grad is not None:
-                    (self._round.early[index],) = _measured([(index, parameter.grad)])
+                    key = (index, 0 if self.units[index].adapters is None else id(parameter))
+                    (self._round.early[key],) = _measured([(index, parameter.grad)])
 
     def optimizer_stepped(self, optimizer: torch.optim.Optimizer) -> None:
         """Called after every step of any ``torch.optim`` optimizer in the process."""
@@ -665,7 +799,12 @@ class Controller:
         self._tick(active_grad_scale())
 
     def _owns(self, optimizer: torch.optim.Optimizer) -> bool:
-        return any(self._hooks.units_of(parameter) for parameter in _parameters(optimizer))
+        if any(self._hooks.units_of(parameter) for parameter in _parameters(optimizer)):
+            return True
+        if self.trained is None:
+            return False
+        own = {id(parameter) for parameter in self.trained.parameters() if parameter.requires_grad}
+        return any(id(parameter) in own for parameter in _parameters(optimizer))
 
     def _foreign_step(self, optimizer: torch.optim.Optimizer) -> None:
         # Only steps between which gradients arrived: another model's optimizer is none of this one's business.
@@ -696,7 +835,10 @@ class Controller:
         counts["non_finite"] += non_finite
         counts["recovered"] += recovered
         counts["most_active"] = max(counts["most_active"], recovered)
-        counts["full"] += recovered == min(self.max_active, len(self.units))
+        if self.config.budget_unit == "units":
+            counts["full"] += recovered == min(self.max_active, len(self.units))
+        else:
+            counts["full"] += refused > 0
 
     def _apply(
         self, target: Tensor, decision: Decision | None, norms: Tensor | None = None, first: int | None = None
@@ -713,6 +855,16 @@ class Controller:
             event = self._event(index, bool(target[index]), bool(changed[index]), decision, norms)
             self.events.append(event._replace(first_non_finite=index == first))
         self.flags.copy_(target)
+        self._place_weights()
+
+    def _place_weights(self) -> None:
+        """Bring the exact weights of the units on the recovery path to their device, and let go of all others."""
+        if self.recipe.frozen is None:
+            return
+        for unit, high in zip(self.units, self.flags.tolist(), strict=True):
+            weight = FrozenWeight.held_by(unit.module, unit.spec.parameter)
+            if weight is not None:
+                weight.store.recover() if high else weight.store.release()
 
     def _event(self, index: int, on: bool, changed: bool, decision: Decision | None, norms: Tensor | None) -> Event:
         candidate = decision is not None and bool(decision.candidates[index])
@@ -728,6 +880,8 @@ class Controller:
             lock=0 if decision is None else int(decision.lock[index]),
             changed=changed,
             forced=self.forced,
+            alpha=math.inf if decision is None else decision.alpha,
+            beta=math.inf if decision is None else decision.beta,
         )
 
     # Copies ----------------------------------------------------------------------------------------------------------
@@ -762,9 +916,26 @@ def _measured(gradients: Iterable[tuple[int, Tensor]]) -> list[Measured]:
         part, shards = distributed.local_part(gradient.detach())
         by_kind[part.device, part.dtype].append((index, part, shards))
     return [
-        Measured([i for i, _, _ in kind], gradient_norms([part for _, part, _ in kind]), [n for _, _, n in kind])
+        _joined(Measured([i for i, _, _ in kind], gradient_norms([p for _, p, _ in kind]), [n for _, _, n in kind]))
         for kind in by_kind.values()
     ]
+
+
+def _means(sums: Tensor, counts: Tensor) -> Tensor:
+    """Means; NaN where there was nothing to sum."""
+    return sums / counts
+
+
+def _joined(measured: Measured) -> Measured:
+    """One norm for each unit: where it listens to several gradients, that of all of them together."""
+    units = list(dict.fromkeys(measured.indices))
+    if len(units) == len(measured.indices):
+        return measured
+    at = torch.tensor([units.index(index) for index in measured.indices], device=measured.norms.device)
+    shards = torch.tensor(measured.shards, device=measured.norms.device)  # a part of n counts n times: see distributed
+    squares = measured.norms.double().square() * shards
+    joined = squares.new_zeros(len(units)).index_add_(0, at, squares).sqrt()
+    return Measured(units, joined, [1] * len(units))
 
 
 def _comparable(value: Any) -> str:

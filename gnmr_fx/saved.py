@@ -20,16 +20,17 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from gnmr_fx import kernels
 from gnmr_fx.formats import Encoded
 from gnmr_fx.physical import Physical
-from gnmr_fx.recipe import Format, at_least_8_bits
+from gnmr_fx.recipe import Format, at_least
 from gnmr_fx.scope import AllSaved
-from gnmr_fx.units import UNIT_KEY, Handle, Kept, Memo, mark
+from gnmr_fx.units import UNIT_KEY, Handle, Kept, Marker, Memo, measure
 
-LOSS_HEAD = "loss head"
-"""Stands for the output head where a unit's handle stands for the unit; and why what comes after is left alone."""
+LOSS_HEAD = Marker.LOSS_HEAD.value
+"""Why what comes after an output head is left alone."""
 PARAMETER = "a parameter"
 _ATTENTION_OPERANDS = 4
 """Tensors that an attention saves before its output: query, key, value and a mask."""
@@ -62,7 +63,7 @@ _INFINITE = frozenset({"MaskedFill", "Where"})
 _POINTWISE = _CASTS | {"Add", "Sub", "Mul", "Div", "Cat"}
 """Operations that infinities survive."""
 _parse = functools.cache(Format.parse)
-_precise = functools.cache(lambda spec: str(at_least_8_bits(Format.parse(spec))))
+_at_least = functools.cache(lambda spec, bits: str(at_least(Format.parse(spec), bits)))
 
 
 class Packed:
@@ -182,7 +183,7 @@ class Saver:
         if is_attention(node):
             self._tell_queries(node)
         if not self.is_worth_it(x):
-            return AsItIs(x)
+            return AsItIs(x.detach().clone() if self._is_piece(x) else x)
         found = nearest_unit(node)
         role = role_of(node, found)
         if found.reason and not (found.reason == LOSS_HEAD and self.options.loss_head):
@@ -229,7 +230,7 @@ class Saver:
     def is_worth_it(self, x: Tensor) -> bool:
         """Whether a tensor is of a kind and size that is stored in another format."""
         return (
-            type(x) is Tensor
+            type(x) in (Tensor, FakeTensor)
             and x.is_floating_point()
             and x.dtype.itemsize > 1
             and x.dim() > 0
@@ -237,13 +238,23 @@ class Saver:
             and x.numel() * x.dtype.itemsize >= self.options.min_bytes
         )
 
+    def _is_piece(self, x: Tensor) -> bool:
+        """Whether ``x`` would keep memory alive that is not small, and is a small part of it; not of a parameter."""
+        small = type(x) is Tensor and x.numel() * x.dtype.itemsize < self.options.min_bytes
+        return (
+            small
+            and x.untyped_storage().nbytes() >= self.options.min_bytes
+            and nearest_unit(x.grad_fn).reason != PARAMETER
+        )
+
     def _store(self, handle: Handle, packed: Packed, x: Tensor) -> None:
         """Store ``x`` in the format of the unit of ``handle`` that is in force."""
-        precise = packed.role in ("query", "key") and self.options.attention == "int8"
-        low, high = (_precise(spec) if precise else spec for spec in (handle.low, handle.high))
+        bits = self.options.attention_bits if packed.role in ("query", "key") else 0
+        low, high = (_at_least(spec, bits) for spec in (handle.low, handle.high))
         spec = high if bool(handle.guard) else low
         physical = Physical.of(x, _parse(low))
         block = physical.block(x)
+        measure(handle.guard, block, low)
         key = block_key(block, spec)
         found = self.blocks.stored(key)
         if found is None:
@@ -317,7 +328,7 @@ def nearest_unit(start: Any) -> Found:
         distance, node, pointwise = queue.popleft()
         unit = node.metadata.get(UNIT_KEY)
         if unit is not None:
-            return Found(reason=LOSS_HEAD) if unit == LOSS_HEAD else Found(unit, distance)
+            return Found(reason=LOSS_HEAD) if unit is Marker.LOSS_HEAD else Found(unit, distance)
         name = name_of(node)
         if node is start and name in _REDUCTIONS:
             return Found(reason="statistics of a softmax or a norm")
@@ -343,11 +354,3 @@ def _leads_to_parameters(node: Any, following: list[Any]) -> bool:
     if not following:
         return isinstance(getattr(node, "variable", None), nn.Parameter)
     return len(following) == len(node.next_functions)
-
-
-class MarkHead:
-    """A forward hook that marks what an output head makes."""
-
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
-        if not torch.compiler.is_compiling() and isinstance(output, Tensor) and output.grad_fn is not None:
-            mark(output, LOSS_HEAD)

@@ -10,7 +10,7 @@ from gnmr_fx.errors import ConfigError
 
 __all__ = ["AllSaved", "get_scope"]
 
-Attention = Literal["int8", "low"]
+Attention = Literal["int8", "int4", "low"]
 UnsupportedBackend = Literal["raise", "projections"]
 
 
@@ -23,7 +23,7 @@ class AllSaved:
         loss_head: whether what comes after the output head (logits, log-probabilities) is stored so as well.
         attention: how an attention's saved query and key are stored. ``"int8"``: in 8 bits where the path's format has
             fewer, since its backward sets their product against an exact log-sum-exp, and errors grow exponentially.
-            ``"low"``: like everything else.
+            ``"int4"``: in 4 bits where it has fewer, for 2-bit formats. ``"low"``: like everything else.
         unsupported_backend: what happens where a graph is compiled by a backend on which the partition pass cannot run
             (any but Inductor): ``"raise"``, or store inputs of ``"projections"`` only, which the table then says.
 
@@ -43,6 +43,11 @@ class AllSaved:
             raise ConfigError(f"loss_head: expected True or False, found {self.loss_head!r}")
         _check_choice("attention", self.attention, get_args(Attention))
         _check_choice("unsupported_backend", self.unsupported_backend, get_args(UnsupportedBackend))
+
+    @property
+    def attention_bits(self) -> int:
+        """The fewest bits that an attention's query and key are stored in."""
+        return {"int8": 8, "int4": 4, "low": 0}[self.attention]
 
     def __str__(self) -> str:
         """A spec that :meth:`parse` reads back: operators in a graph carry their scope as text."""

@@ -46,6 +46,15 @@ def human_bytes(count: int | None) -> str:
     return f"{count} B" if unit == "B" else f"{size:.1f} {unit}"
 
 
+def budget_text(budget: int | float, unit: str) -> str:
+    """A budget in words: ``"5"`` units, ``"1.5 MiB"``, ``"1.2e+09 flops"``, ``"20% of all units' bytes"``."""
+    if unit == "units":
+        return str(budget)
+    if isinstance(budget, float):
+        return f"{100 * budget:.3g}% of all units' {unit}"
+    return human_bytes(budget) if unit == "bytes" else f"{budget:.3g} {unit}"
+
+
 def grid(rows: Sequence[Sequence[str]], headers: Sequence[str] = (), right: str = "", style: str = "simple") -> str:
     """Rows as a table in a style of tabulate's; ``right`` has an ``r`` for each column that is aligned to the right."""
     align = ["right" if letter == "r" else "left" for letter in right] or None
@@ -140,10 +149,16 @@ def to_json(value: Mapping[str, Any], indent: int | None) -> str:
 
 
 def recipe_data(recipe: Recipe) -> dict[str, Any]:
-    """A recipe for JSON: its name, the specs of both formats, and where it has them those of the GEMMs' operands."""
+    """A recipe for JSON: its name, the specs of both formats, and those of its GEMMs or of frozen weights."""
     data: dict[str, Any] = {"name": recipe.name, "low": str(recipe.low), "high": str(recipe.high)}
     if recipe.gemm is not None:
         paths = {gemm: getattr(recipe.gemm, gemm) for gemm in ("output", "grad_input", "grad_weight")}
         data["gemm"] = {gemm: {"low": str(pair.low), "high": str(pair.high)} for gemm, pair in paths.items()}
-        data["gemm"] |= {"backend": recipe.gemm.backend, "eval_path": recipe.gemm.eval_path}
+        data["gemm"] |= {"backend": recipe.gemm.backend, "evaluate": recipe.gemm.evaluate}
+    if recipe.frozen is not None:
+        data["frozen"] = {
+            "low": recipe.frozen.spec,
+            "residual": recipe.frozen.residual,
+            "evaluate": recipe.frozen.evaluate,
+        }
     return data

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import enum
 import functools
 import json
 import weakref
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -16,12 +17,21 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.weak import TensorWeakRef
 
 from gnmr_fx.formats import Encoded
+from gnmr_fx.recipe import FrozenRecipe
 from gnmr_fx.scope import AllSaved
 
 HANDLE_PREFIX = "_gnmr_"
 """Modules carry their handles as plain attributes of this prefix (neither parameters nor buffers)."""
+Signal = Literal["weight", "adapters", "output"]
 UNIT_KEY = "gnmr_fx_unit"
 """Key of an autograd node's metadata under which the handle of the unit that it is part of is kept."""
+
+
+class Marker(enum.Enum):
+    """What stands in a handle's place where a projection is known and no unit."""
+
+    LOSS_HEAD = "loss head"
+    """The output head: what comes after it is the loss head, and stays as it is unless asked otherwise."""
 
 
 class Memo:
@@ -157,9 +167,22 @@ class Handle:
         scope: options of scope "all"; None where only what projections read is stored.
         saver: what stores everything in eager mode; None in that scope only.
         gemms: how GEMMs are computed in training and in ``eval()``; None where PyTorch's own are.
+        frozen: how frozen weights are kept; None under a recipe that leaves them alone.
     """
 
-    __slots__ = ("__weakref__", "gemms", "guard", "high", "low", "memo", "observation", "saver", "scope", "seed")
+    __slots__ = (
+        "__weakref__",
+        "frozen",
+        "gemms",
+        "guard",
+        "high",
+        "low",
+        "memo",
+        "observation",
+        "saver",
+        "scope",
+        "seed",
+    )
 
     def __init__(
         self,
@@ -172,6 +195,7 @@ class Handle:
         scope: AllSaved | None = None,
         saver: Any = None,
         gemms: tuple[Any, Any] | None = None,
+        frozen: FrozenRecipe | None = None,
     ) -> None:
         self.guard = guard
         self.seed = seed
@@ -182,6 +206,7 @@ class Handle:
         self.scope = scope
         self.saver = saver
         self.gemms = gemms
+        self.frozen = frozen
 
 
 @dataclass(frozen=True)
@@ -196,6 +221,9 @@ class UnitSpec:
         shape: of the weight.
         sites: (path of the calling module, path of the weight from there) of every module that calls it.
         shares_input_with: names of the units that read the same tensor, where the dataflow is known.
+        signal: what its norm is the norm of: the gradient of its ``"weight"``, those of its ``"adapters"``, or that of
+            its ``"output"``.
+        adapters: path of the module whose trainable parameters are its adapters.
         note: something the user should know about it.
     """
 
@@ -208,6 +236,8 @@ class UnitSpec:
     shares_input_with: tuple[str, ...] = ()
     example_shape: tuple[int, ...] | None = None
     note: str = ""
+    signal: Signal = "weight"
+    adapters: str = ""
 
 
 @dataclass(frozen=True)
@@ -222,12 +252,14 @@ class LeftAlone:
 
 @dataclass(eq=False)
 class Unit:
-    """A unit of a live model: its spec, the module that owns its weight, its index and what it stored."""
+    """A unit of a live model: its spec, the module that owns its weight, its index, what it stored, and the module
+    whose trainable parameters are its adapters, if its signal is theirs."""
 
     spec: UnitSpec
     index: int
     module: nn.Module
     observation: Observation = field(default_factory=Observation)
+    adapters: nn.Module | None = None
 
     @property
     def name(self) -> str:
@@ -246,6 +278,13 @@ class Unit:
         while a copy of the module is being made."""
         parameter: nn.Parameter | None = self.module.__dict__.get("_parameters", {}).get(self.spec.parameter)
         return parameter
+
+    def heard(self) -> list[nn.Parameter]:
+        """The parameters whose gradients are the unit's signal, as the modules hold them now."""
+        if self.adapters is not None:
+            return [p for p in self.adapters.parameters() if p.requires_grad]
+        parameter = self.parameter if self.spec.signal == "weight" else None
+        return [] if parameter is None else [parameter]
 
     @property
     def trainable(self) -> bool:
@@ -277,15 +316,27 @@ def observers() -> list[Any]:
 
 
 def mark(made: Tensor, unit: Any) -> None:
-    """Note in the autograd graph that ``unit`` (its handle) made a tensor."""
+    """Note in the autograd graph that ``unit`` (its handle, or a marker) made a tensor."""
     metadata: Any = made.grad_fn.metadata  # type: ignore[union-attr]  # a dict, whatever its annotation says
     metadata[UNIT_KEY] = unit
 
 
 def _observer_of(guard: Tensor) -> tuple[Any, int]:
     """The controller that ``guard`` belongs to (None if it is gone), and the index of its unit."""
+    address, index = place_of(guard)
+    return _OBSERVERS.get(address), index
+
+
+def place_of(guard: Tensor) -> tuple[int, int]:
+    """The address of the flag vector that ``guard`` is a view of, and its index there."""
     offset = int(guard.storage_offset())
-    return _OBSERVERS.get(guard.data_ptr() - offset * guard.element_size()), offset
+    return guard.data_ptr() - offset * guard.element_size(), offset
+
+
+def unit_at(address: int, index: int) -> tuple[Any, Any]:
+    """The controller of the flag vector at that address, and its unit; (None, None) if the controller is gone."""
+    controller = _OBSERVERS.get(address)
+    return (None, None) if controller is None else (controller, controller.units[index])
 
 
 def observe(guard: Tensor, kept: Kept) -> None:
@@ -300,6 +351,19 @@ def observe_backends(guard: Tensor, backends: tuple[tuple[str, str], ...]) -> No
     controller, index = _observer_of(guard)
     if controller is not None:
         controller.units[index].observation.backends = backends
+
+
+def measure(guard: Tensor, x: Tensor, spec: str = "") -> None:
+    """Where the controller of ``guard`` measures errors in this step, measure that of an operand of its unit.
+
+    Args:
+        guard: of the unit.
+        x: what the unit stores or multiplies: floating point, what this rank holds of it.
+        spec: the format of the low-cost path for it; ``""`` for that of saved activations.
+    """
+    controller, index = _observer_of(guard)
+    if controller is not None and controller.probe.is_open:
+        controller.probe.take(index, x, spec or str(controller.recipe.low), controller.seed)
 
 
 def announce(guard: Tensor) -> None:

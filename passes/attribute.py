@@ -22,6 +22,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor, fx
 
 from gnmr_fx.errors import InvariantError
+from gnmr_fx.ops import HEAD_KEY
 from gnmr_fx.physical import hint
 from gnmr_fx.recipe import Format
 from gnmr_fx.scope import AllSaved
@@ -34,6 +35,8 @@ _VIEWS = frozenset({
 """Operations that change the shape of a tensor and keep all its values."""
 _SAME_MEMORY = _VIEWS - {"reshape", "expand", "clone", "flatten"}
 """Those of them that neither copy nor repeat."""
+_PARTS = frozenset({"slice", "select", "split", "split_with_sizes", "chunk", "unbind"})
+"""Operations that take a part of a tensor's memory."""
 _SLICES = frozenset(
     {"slice", "select", "split", "split_with_sizes", "chunk", "unbind", "getitem", "index", "index_select"}
 )
@@ -49,6 +52,7 @@ _SQUASHING = frozenset(
 """Pointwise operations whose result is finite for an infinite operand of one sign at least."""
 PARAMETER = "a parameter or a buffer"
 PACKED = "stored by a unit of another model"
+SMALL = "small"
 _NOT_FLOAT = "not floating point numbers of 16 bits or more"
 _LARGE = 1e30
 """Constants from here on stand for infinity: a mask holds the lowest value of its dtype instead of -inf."""
@@ -93,12 +97,12 @@ class Place:
     Attributes:
         reason: why it is kept as it is; ``""`` if it is stored in its units' formats.
         belongs: the units it belongs to.
-        precise: whether it takes 8 bits at least.
+        bits: the fewest bits it is to be stored in.
     """
 
     reason: str = ""
     belongs: Belongs | None = None
-    precise: bool = False
+    bits: int = 0
 
     def describe(self, node: fx.Node) -> dict[str, Any]:
         """A line for the table about a saved tensor that is kept as it is."""
@@ -217,6 +221,31 @@ def memory_of(node: fx.Node) -> fx.Node:
     return node
 
 
+def is_piece(node: fx.Node, size: int) -> bool:
+    """Whether ``node``, as it is, would keep alive memory of ``size`` bytes or more, that it is a small part of."""
+    whole = node
+    while True:
+        source = whole.args[0] if whole.target is operator.getitem else whole
+        assert isinstance(source, fx.Node)
+        shares = op_name(source) in _SAME_MEMORY | _PARTS or (op_name(source) == "reshape" and _is_view(source))
+        if not shares:
+            break
+        whole = source.all_input_nodes[0]
+    value, memory = tensor_of(node), tensor_of(whole)
+    return value is not None and memory is not None and bytes_of(value) < size <= bytes_of(memory)
+
+
+def _is_view(reshape: fx.Node) -> bool:
+    """Whether a reshape shares the memory of its operand, by the sizes first seen."""
+    operand, value = tensor_of(reshape.all_input_nodes[0]), tensor_of(reshape)
+    if operand is None or value is None:
+        return False
+    sizes, strides = ([hint(n) for n in numbers] for numbers in (operand.shape, operand.stride()))
+    laid = torch.empty_strided(sizes, strides, device="meta")
+    made = laid.reshape([hint(n) for n in value.shape])
+    return bool(made.untyped_storage()._cdata == laid.untyped_storage()._cdata)
+
+
 def _is_contiguous(node: fx.Node) -> bool:
     value, expected = tensor_of(node), 1
     if value is None:
@@ -310,7 +339,7 @@ class Attribution:
         if belongs is None:
             return Place(reason or "connected to no unit")
         options = belongs.units[0].scope
-        return Place(reason or self.reason_in(node, options), belongs, self.needs_precision(node, options))
+        return Place(reason or self.reason_in(node, options), belongs, self.fewest_bits(node, options))
 
     def _producers(self, graph: fx.Graph) -> dict[fx.Node, JointUnit]:
         """The nodes that multiply a unit's input with its weight."""
@@ -364,13 +393,9 @@ class Attribution:
         return None
 
     def _loss_head(self, graph: fx.Graph) -> set[fx.Node]:
-        """What comes after a GEMM that is no unit's and that no unit follows."""
+        """What comes after the GEMM of an output head, where no unit follows."""
         before = _upstream(set(self.readers) | set(self.producers))
-        heads = [
-            node
-            for node in graph.nodes
-            if op_name(node) in _GEMMS and node not in self.producers and node not in before | self.backward
-        ]
+        heads = [n for n in graph.nodes if _is_head(n) and op_name(n) in _GEMMS and n not in before | self.backward]
         return _closure(heads, lambda node: True)
 
     def reason_against(self, node: fx.Node) -> str:
@@ -403,7 +428,7 @@ class Attribution:
         if node in self.loss_head and not options.loss_head:
             return "loss head"
         if value.dim() == 0 or bytes_of(value) < options.min_bytes:
-            return "small"
+            return SMALL
         return ""
 
     def belongs(self, node: fx.Node) -> Belongs | None:
@@ -418,9 +443,9 @@ class Attribution:
         read_by = self._nearest(root, lambda n: n.users, lambda n: self.readers.get(n, [None])[0])
         return None if read_by is None else Belongs((read_by,), role or _made_by(root))
 
-    def needs_precision(self, node: fx.Node, options: AllSaved) -> bool:
-        """Whether it is the query or key of an attention, which 4 and 2 bits are too few for (see AllSaved)."""
-        return options.attention == "int8" and self.roles.get(root_of(node)) in ("query", "key")
+    def fewest_bits(self, node: fx.Node, options: AllSaved) -> int:
+        """What it takes: as the query or key of an attention more than other tensors (see AllSaved)."""
+        return options.attention_bits if self.roles.get(root_of(node)) in ("query", "key") else 0
 
 
 def _closure(start: Iterable[fx.Node], passes: Callable[[fx.Node], bool]) -> set[fx.Node]:
@@ -444,6 +469,11 @@ def _upstream(start: Iterable[fx.Node]) -> set[fx.Node]:
                 found.add(node)
                 todo.append(node)
     return found
+
+
+def _is_head(node: fx.Node) -> bool:
+    """Whether an output head's code made the node, in the forward or, as autograd copies it, in the backward."""
+    return HEAD_KEY in (node.meta.get("custom") or {})
 
 
 def _is_packed(node: fx.Node) -> bool:
@@ -517,6 +547,6 @@ def _attention_roles(graph: fx.Graph) -> dict[fx.Node, str]:
 
 
 __all__ = [
-    "PACKED", "PARAMETER", "Attribution", "Belongs", "JointUnit", "Place", "bytes_of", "find_units",
-    "is_attention", "memory_of", "op_name", "root_of", "tensor_of", "unfold",
+    "PACKED", "PARAMETER", "SMALL", "Attribution", "Belongs", "JointUnit", "Place", "bytes_of", "find_units",
+    "is_attention", "is_piece", "memory_of", "op_name", "root_of", "tensor_of", "unfold",
 ]  # fmt: skip

@@ -22,17 +22,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
+from gnmr_fx import views
 from gnmr_fx.passes.plan import CapturedCall, Plan, weight_paths
 from gnmr_fx.projections import Call, match
 
 log = logging.getLogger(__name__)
 
-VIEWS = frozenset({
-    "t", "transpose", "permute", "view", "reshape", "contiguous", "getitem", "select", "narrow", "unsqueeze", "squeeze",
-    "flatten", "unflatten", "detach", "T", "mT", "swapaxes", "movedim", "expand", "index_select", "chunk", "split",
-    "unbind", "to", "type_as", "float", "bfloat16", "half", "__getitem__",
-})  # fmt: skip
-"""Names of operations whose result is still the weight: another view, a slice, another dtype."""
+VIEWS = views.VIEWS | views.SPLITS | {"getitem"}
+"""Names of operations whose result is still the weight."""
 
 
 def capture(plan: Plan) -> Plan:

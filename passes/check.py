@@ -41,7 +41,8 @@ def _check_graph(forward: Forward, graph: fx.Graph, original: fx.Graph) -> None:
     graph.lint()
     nodes = [node for node in graph.nodes if node.target is guarded_projection]
     handles = [str(node.meta.get("gnmr_handle")) for node in nodes]
-    _require(set(handles) == set(forward.handles), "each guarded node has the handle of a unit", forward.site)
+    known = {*forward.handles, *forward.heads}
+    _require(set(handles) == known, "each guarded node has the handle of a unit", forward.site)
     before, after = _inputs(original), _inputs(graph)
     _require(before == after, "a rewritten forward takes the same inputs", forward.site)
     outputs = [[n for n in g.nodes if n.op == "output"] for g in (original, graph)]

@@ -10,7 +10,7 @@ every weight of two or more dimensions that a module's own code may multiply wit
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from fnmatch import fnmatchcase
 
@@ -52,14 +52,22 @@ def find(plan: Plan) -> Plan:
     _refuse_lazy(plan.model)
     findings, left = _look(plan.model)
     findings, more_left = _merge_captured(plan, findings)
-    units = _units(plan, findings)
-    units, chosen_out = _select(plan, units)
+    found = _units(plan, findings)
+    units, chosen_out = _select(plan, found)
     left_alone = [*chosen_out, *left, *more_left]
     if not units:
         raise NoRecoverableOperatorError(_nothing_found(plan, left_alone))
     names = {unit.name for unit in units}
     left_alone = [item for item in left_alone if item.name not in names]
-    return replace(plan, findings=tuple(findings), units=tuple(units), left_alone=tuple(dict.fromkeys(left_alone)))
+    is_head = _head_test(plan.model)
+    heads = tuple(unit for unit in found if unit.name not in names and is_head(unit))
+    return replace(
+        plan,
+        findings=tuple(findings),
+        units=tuple(units),
+        left_alone=tuple(dict.fromkeys(left_alone)),
+        heads=heads,
+    )
 
 
 def _refuse_lazy(model: nn.Module) -> None:
@@ -200,15 +208,15 @@ def _select(plan: Plan, units: list[UnitSpec]) -> tuple[list[UnitSpec], list[Lef
                     f"patterns are globs on module paths such as '*.q_proj' or 'model.layers.0.*'; found are {known}"
                     f"{', ...' if len(units) > 5 else ''}"
                 )
-    heads = _output_heads(plan.model) if include is None else frozenset()
+    is_head = _head_test(plan.model)
     kept, left = [], []
     for unit in units:
         if include is not None and not any(matches(unit.name, p) for p in include):
             reason = "not in include"
         elif any(matches(unit.name, p) for p in exclude or ()):
             reason = "in exclude"
-        elif unit.owner in heads or any(site in heads for site, _ in unit.sites) or _is_head_name(unit.owner):
-            reason = OUTPUT_HEAD if include is None else ""
+        elif include is None and is_head(unit):
+            reason = OUTPUT_HEAD
         else:
             reason = ""
         if reason:
@@ -224,11 +232,16 @@ def matches(name: str, pattern: str) -> bool:
     return any(fnmatchcase(".".join(parts[:end]), pattern) for end in range(len(parts), 0, -1))
 
 
-def _output_heads(model: nn.Module) -> frozenset[str]:
-    """Paths of the module that a Hugging Face model names as its output embeddings."""
+def _head_test(model: nn.Module) -> Callable[[UnitSpec], bool]:
+    """Tells an output head by its name, or as the module that a Hugging Face model names as its output embeddings."""
     get = getattr(model, "get_output_embeddings", None)
     head = get() if callable(get) else None
-    return frozenset(path for path, module in model.named_modules() if head is not None and module is head)
+    paths = {path for path, module in model.named_modules() if head is not None and module is head}
+
+    def is_head(unit: UnitSpec) -> bool:
+        return unit.owner in paths or any(site in paths for site, _ in unit.sites) or _is_head_name(unit.owner)
+
+    return is_head
 
 
 def _is_head_name(path: str) -> bool:

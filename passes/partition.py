@@ -45,16 +45,18 @@ from gnmr_fx.passes import attribute
 from gnmr_fx.passes.attribute import (
     PACKED,
     PARAMETER,
+    SMALL,
     Attribution,
     Belongs,
     Place,
     find_units,
+    is_piece,
     memory_of,
     tensor_of,
     unfold,
 )
 from gnmr_fx.physical import Physical
-from gnmr_fx.recipe import Format, at_least_8_bits
+from gnmr_fx.recipe import Format, at_least
 
 aten, ops = torch.ops.aten, torch.ops.gnmr_fx
 _NO_VERSION_CHECK = "saved_tensor_with_no_vc_check"
@@ -120,7 +122,7 @@ def pack(
     for node, incoming in zip([n for n in saved if tensor_of(n) is not None], arriving, strict=False):
         place = _final_place(node, incoming, places, returned)
         if place.reason:
-            tensors.append(node)
+            tensors.append(move.piece(node, incoming) if _is_piece(node, place) else node)
             if place.reason not in (PACKED, PARAMETER):
                 left.append(place.describe(node))
         else:
@@ -140,6 +142,12 @@ def _final_place(node: fx.Node, incoming: fx.Node, places: Mapping[str, Place], 
     if not place.reason and any("as_strided" in str(user.target) for user in incoming.users):
         return replace(place, reason="read by its place in memory")
     return place
+
+
+def _is_piece(node: fx.Node, place: Place) -> bool:
+    """Whether ``node`` is small enough to be kept as it is, and its memory is not."""
+    options = place.belongs.units[0].scope if place.belongs is not None else None
+    return place.reason == SMALL and options is not None and is_piece(node, options.min_bytes)
 
 
 def _set_outputs(output: fx.Node, user: list[Any], tensors: list[fx.Node], rest: list[Any]) -> None:
@@ -185,10 +193,9 @@ class _Move:
         """
         assert place.belongs is not None
         unit = place.belongs.units[0]
-        low, high = (str(at_least_8_bits(f)) if place.precise else str(f) for f in (unit.low, unit.high))
+        low, high = (str(at_least(f, place.bits)) for f in (unit.low, unit.high))
         physical = Physical.of(node.meta["val"], Format.parse(low))
-        last_input = next(reversed(self.inputs.values()))
-        with self.forward.inserting_before((last_input if node.op == "placeholder" else node).next):
+        with self._inserting_after(node):
             placed = node
             for dim in physical.expanded:
                 placed = _call(self.forward, aten.slice.Tensor, (placed, dim, 0, 1))
@@ -208,6 +215,20 @@ class _Move:
             for piece in pieces:
                 piece.meta[_NO_VERSION_CHECK] = True
         return pieces
+
+    def piece(self, node: fx.Node, incoming: fx.Node) -> fx.Node:
+        """Save a copy of ``node`` in its place: a view keeps all the memory alive that it is part of."""
+        with self._inserting_after(node):
+            copy = _call(self.forward, ops.copy.default, (node,))
+        with self.backward.inserting_before(incoming):
+            arrived = self._placeholder(copy)
+        incoming.replace_all_uses_with(arrived)
+        self.backward.erase_node(incoming)
+        return copy
+
+    def _inserting_after(self, node: fx.Node) -> Any:
+        last_input = next(reversed(self.inputs.values()))
+        return self.forward.inserting_before((last_input if node.op == "placeholder" else node).next)
 
     def _keep(self, placed: fx.Node, physical: Physical, belongs: Belongs, low: str, high: str) -> list[fx.Node]:
         """The payloads and scales of ``placed``, whose dimensions lie in memory in their order."""

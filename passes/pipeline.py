@@ -10,6 +10,7 @@ from pathlib import Path
 from gnmr_fx.passes.capture import capture
 from gnmr_fx.passes.check import check
 from gnmr_fx.passes.find import find
+from gnmr_fx.passes.freeze import admit, freeze
 from gnmr_fx.passes.group import group
 from gnmr_fx.passes.plan import Plan
 from gnmr_fx.passes.rewrite import rewrite
@@ -18,7 +19,7 @@ log = logging.getLogger(__name__)
 
 Pass = Callable[[Plan], Plan]
 
-PASSES: tuple[Pass, ...] = (capture, find, group, rewrite, check)
+PASSES: tuple[Pass, ...] = (admit, capture, find, freeze, group, rewrite, check)
 
 
 def run(plan: Plan, passes: Sequence[Pass] = PASSES, dump: Path | None = None) -> Plan:

@@ -69,6 +69,7 @@ class Forward:
 
     Attributes:
         handles: attribute name on the module -> name of the unit whose handle goes there.
+        heads: attribute names on the module where the marker of an output head goes.
         kind: ``"traced"`` (from the site's own graph) or ``"intercepted"``.
     """
 
@@ -78,6 +79,7 @@ class Forward:
     handles: Mapping[str, str]
     kind: str
     graph: fx.Graph | None = None
+    heads: tuple[str, ...] = ()
 
     def without_graph(self) -> Forward:
         """The same forward, fit to be kept and pickled with the model."""
@@ -115,7 +117,8 @@ class Plan:
         graph: the captured whole-model graph, if there is one; ``capture_note`` says why not.
         calls: the projection calls in that graph.
         findings: every use of a weight by a projection, from the modules' own code and from ``calls``.
-        units, left_alone: the outcome of ``find``.
+        units, left_alone: the outcome of ``find``; ``heads``, those left alone that are output heads.
+        marks_heads: whether the projections of output heads are to be marked as such when they run.
         dataflow: networkx graph of the units: an edge (u, v) where data flows from u to v through no other unit;
             node attribute ``order`` is the order they run in.
         forwards: the generated forwards.
@@ -125,12 +128,14 @@ class Plan:
     recipe: Recipe
     selection: Selection = field(default_factory=Selection)
     example_inputs: Any = None
+    marks_heads: bool = False
     graph: fx.Graph | None = None
     capture_note: str = ""
     calls: tuple[CapturedCall, ...] = ()
     findings: tuple[Finding, ...] = ()
     units: tuple[UnitSpec, ...] = ()
     left_alone: tuple[LeftAlone, ...] = ()
+    heads: tuple[UnitSpec, ...] = ()
     dataflow: nx.DiGraph = field(default_factory=nx.DiGraph)
     forwards: tuple[Forward, ...] = ()
 

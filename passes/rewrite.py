@@ -35,8 +35,9 @@ ORIGINAL_FORWARD = f"{HANDLE_PREFIX}original_forward"
 
 
 def rewrite(plan: Plan) -> Plan:
-    """Generate the forwards of all sites of ``plan.units``."""
-    unit_of = {site: unit.name for unit in plan.units for site in unit.sites}
+    """Generate the forwards of all sites of ``plan.units``, and of its output heads if those are to be marked."""
+    heads = plan.heads if plan.marks_heads else ()
+    unit_of = {site: unit.name for unit in (*plan.units, *heads) for site in unit.sites}
     by_site: dict[str, list[Finding]] = defaultdict(list)
     for finding in plan.findings:
         if (finding.site, finding.weight) in unit_of:
@@ -50,7 +51,15 @@ def rewrite(plan: Plan) -> Plan:
             forwards.append(_traced_forward(site, module, traced, handles))
         else:
             forwards.append(_intercepted_forward(site, module, [f.weight for f in findings], handles))
-    return replace(plan, forwards=tuple(forwards))
+    names = {unit.name for unit in heads}
+    return replace(plan, forwards=tuple(_part_heads(forward, names) for forward in forwards))
+
+
+def _part_heads(forward: Forward, heads: set[str]) -> Forward:
+    """Tell the attributes that take the marker of an output head from those that take a unit's handle."""
+    marked = tuple(attribute for attribute, name in forward.handles.items() if name in heads)
+    handles = {attribute: name for attribute, name in forward.handles.items() if name not in heads}
+    return replace(forward, handles=handles, heads=marked)
 
 
 def handle_name(weight: str) -> str:

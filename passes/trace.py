@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from gnmr_fx.passes.capture import VIEWS, operator_name
 from gnmr_fx.projections import UNKNOWN, Call, match
@@ -26,7 +27,8 @@ def unfit(parameter: Tensor) -> str:
     """Why a weight cannot be guarded, or ""."""
     if not parameter.is_floating_point():
         return f"the weight is stored as {str(parameter.dtype).removeprefix('torch.')}, not as floating point"
-    plain = type(parameter) is nn.Parameter and type(parameter.data) is Tensor
+    # A fake parameter has the class FakeTensor: torch makes no nn.Parameter of a tensor subclass.
+    plain = type(parameter) in (nn.Parameter, FakeTensor) and type(parameter.data) in (Tensor, FakeTensor)
     from torch.distributed.tensor import DTensor  # only here: it is slow to import
 
     if not plain and not isinstance(parameter.data, DTensor):

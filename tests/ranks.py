@@ -119,9 +119,9 @@ def recorded() -> Iterator[list[list[float]]]:
     seen: list[list[float]] = []
     original = runtime.update
 
-    def update(state: Any, norms: Tensor, config: Any) -> Any:
+    def update(state: Any, norms: Tensor, config: Any, **others: Any) -> Any:
         seen.append(norms.tolist())
-        return original(state, norms, config)
+        return original(state, norms, config, **others)
 
     runtime.update = update
     try:

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gnmr_fx.config import GnmrConfig, resolve_budget, threshold
+from gnmr_fx.config import GnmrConfig, Signal, Threshold, check_budget, resolve_budget, threshold
 from gnmr_fx.errors import BudgetError, ConfigError, GnmrError
 
 
@@ -25,7 +25,51 @@ def test_defaults() -> None:
         "mean": "all",
         "ema_decay": 0.99,
         "max_events": 100_000,
+        "signal": "gnmr",
+        "signal_every": 10,
+        "history": "shared",
+        "auto_share": None,
+        "budget_unit": "units",
+        "hysteresis": 1.0,
     }
+
+
+@pytest.mark.parametrize(("signal", "alpha"), [("gnmr", 5.0), ("error", "auto"), ("gap", "auto")])
+def test_alpha_left_out_is_the_signals_own(signal: Signal, alpha: Threshold) -> None:
+    assert GnmrConfig(signal=signal).alpha == GnmrConfig(signal=signal, alpha=None).alpha == alpha  # type: ignore[arg-type]
+    assert GnmrConfig(signal=signal, alpha=0.3).alpha == 0.3
+    assert GnmrConfig(signal=signal, alpha=math.inf).alpha == math.inf
+
+
+def test_a_threshold_that_no_relative_error_passes_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"alpha: expected a relative error of at most 1 .* found 5\.0"):
+        dataclasses.replace(GnmrConfig(), signal="error")
+
+
+def test_the_papers_rule() -> None:
+    paper = GnmrConfig.paper(alpha=2.0, lock_steps=7)
+    assert (paper.signal, paper.history, paper.mean, paper.budget_unit, paper.hysteresis) == (
+        "gnmr",
+        "shared",
+        "all",
+        "units",
+        1.0,
+    )
+    assert (paper.alpha, paper.lock_steps) == (2.0, 7)
+    with pytest.raises(ConfigError, match=r"paper: expected only alpha, .* found mean, hysteresis"):
+        GnmrConfig.paper(mean="ema", hysteresis=2.0)
+
+
+@pytest.mark.parametrize(("given", "expected"), [(0, 0), (1 << 20, 1 << 20), (0.2, 0.2), (1.0, 1.0)])
+def test_budgets_that_do_not_count_units(given: float, expected: float) -> None:
+    found = check_budget(given, "bytes")
+    assert (found, type(found)) == (expected, type(expected))
+
+
+@pytest.mark.parametrize("given", [-1, 0.0, 1.5, math.nan, True, None, "1 MiB"])
+def test_invalid_budgets_that_do_not_count_units(given: object) -> None:
+    with pytest.raises(BudgetError, match="max_active: expected a number of bytes"):
+        check_budget(given, "bytes")  # type: ignore[arg-type]
 
 
 def test_is_a_frozen_value() -> None:
@@ -49,7 +93,17 @@ def test_is_a_frozen_value() -> None:
         ("alpha", -math.inf, "positive number"),
         ("alpha", True, "positive number"),
         ("alpha", "3", "positive number"),
-        ("alpha", None, "positive number"),
+        ("beta", None, "positive number"),
+        ("alpha", "automatic", "positive number"),
+        ("signal", "eror", "did you mean 'error'?"),
+        ("signal", 3, "'gnmr', 'error', 'gap'"),
+        ("history", "per-path", "did you mean 'per_path'?"),
+        ("budget_unit", "byte", "did you mean 'bytes'?"),
+        ("signal_every", 0, "int of at least 1"),
+        ("auto_share", 0.0, "(0, 1]"),
+        ("auto_share", 1.5, "(0, 1]"),
+        ("hysteresis", 0.99, "at least 1"),
+        ("hysteresis", math.inf, "at least 1"),
         ("beta", 0.0, "positive number"),
         ("beta", math.nan, "positive number"),
         ("window", 0, "int of at least 1"),

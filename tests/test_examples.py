@@ -22,6 +22,8 @@ NANO = ["--size", "nano", "--batch", "2", "--seq", "32", "--no-compile", "--devi
 
 def load(name: str) -> ModuleType:
     """An example as a module."""
+    if str(EXAMPLES) not in sys.path:  # one example may import another, as when it is run as a script
+        sys.path.append(str(EXAMPLES))
     if name not in sys.modules:
         spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
         assert spec is not None
@@ -261,6 +263,72 @@ def test_dsv3_native_where_there_is_none(dsv3: ModuleType, tmp_path: Path, text:
     arguments = ["--backend", "native", "--text", str(text), "--out", str(tmp_path / "out.json")]
     with pytest.raises(SystemExit, match=r"error: expected a native kernel .* found none"):
         dsv3.main([*DSV3, *arguments])
+
+
+@pytest.fixture
+def tuning() -> ModuleType:
+    return load("finetune_lora")
+
+
+TUNING = ["--size", "nano", "--batch", "2", "--seq", "32", "--device", "cpu", "--pretrain-steps", "2", "--steps", "6"]
+
+
+def test_lora_compares_policies(tuning: ModuleType, text: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--low", "int8/token", "nf4", "--alpha", "0.5", "--warmup", "1", "--lock", "2", "--budget", "3"]
+    with readable_kernels():
+        runs = tuning.main([*TUNING, *arguments, "--text", str(text), "--seeds", "0", "1"])
+    assert [run.policy for run in runs[:7]] == [
+        *("fp32", "int8 token", "GNMR int8 token / fp32", "random int8 token / fp32"),
+        *("nf4", "GNMR nf4 / fp32", "random nf4 / fp32"),
+    ]
+    exact, low, gnmr, chance = runs[:4]
+    assert all(math.isfinite(loss) for run in runs for loss in (run.tuned, run.first, *run.losses))
+    assert len(exact.losses) == 6
+    assert math.isnan(exact.stored)
+    assert low.stored != low.tuned
+    assert exact.recovered == low.recovered == 0
+    assert 0 < gnmr.recovered <= 3 * 6
+    assert chance.recovered == 3 * 6
+    assert low.device_mib < gnmr.device_mib == chance.device_mib < exact.device_mib
+    assert runs[4].device_mib < low.device_mib  # nf4
+    assert low.losses != exact.losses
+    printed = capsys.readouterr().out
+    assert all(run.policy in printed for run in runs)
+    assert "±" in printed
+
+
+def test_lora_of_a_local_model(tuning: ModuleType, tmp_path: Path, text: Path) -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    from transformers import PreTrainedTokenizerFast
+
+    model = load("pretrain_tiny_llama").build_model(tuning.SIZES["nano"], 32)
+    model.save_pretrained(tmp_path / "model")
+    letters = {chr(code): code for code in range(256)}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(letters, [], unk_token="?"))
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="?").save_pretrained(tmp_path / "model")
+    with readable_kernels():
+        runs = tuning.main(
+            [*TUNING, "--model", str(tmp_path / "model"), "--text", str(text), "--tune-text", str(text), "--low", "nf4"]
+        )
+    assert len(runs) == 4
+    assert all(math.isfinite(run.tuned) for run in runs)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--low", "int5"], "int5"),
+        (["--low", "bf16"], "Format with scales"),
+        (["--model", "/no/such/folder"], "found nothing"),
+        (["--beta", "-1"], "beta: expected a positive number"),
+    ],
+)
+def test_bad_flags_of_lora(
+    tuning: ModuleType, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        tuning.main(arguments)
+    assert message in capsys.readouterr().err
 
 
 def test_own_model(capsys: pytest.CaptureFixture[str]) -> None:

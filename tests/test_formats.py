@@ -17,7 +17,7 @@ from gnmr_fx import formats
 from gnmr_fx.errors import FormatError
 from gnmr_fx.recipe import Format, FormatDtype, Granularity, Rounding
 
-INT_DTYPES = ("int2", "int4", "int8")
+INT_DTYPES = ("int2", "int3", "int4", "int8")
 FP8_DTYPES = ("fp8_e4m3", "fp8_e5m2")
 FP6_DTYPES = ("fp6_e2m3", "fp6_e3m2")
 FLOAT_GRID = {"fp8_e4m3": (-6, 3), "fp8_e5m2": (-14, 2), "fp6_e2m3": (0, 3), "fp6_e3m2": (-2, 2)}
@@ -56,8 +56,9 @@ def naive_groups(x: Tensor, fmt: Format) -> Tensor:
     height, width = (x.shape[-2] if x.dim() > 1 else 1), rows.shape[1]
     sized = fmt.granularity in ("group", "block")
     groups = math.ceil(width / fmt.group_size) if sized else 1
-    codes = 4 if fmt.is_fp6 else 8 // fmt.bits if fmt.is_integer and fmt.bits else 1
-    size = math.ceil(math.ceil(width / groups) / codes) * codes
+    packed = fmt.is_integer or fmt.is_fp6
+    together = {2: 4, 3: 8, 4: 2, 6: 4, 8: 1}[fmt.bits or 8] if packed else 1  # codes that share whole bytes
+    size = math.ceil(math.ceil(width / groups) / together) * together
     padded = torch.zeros(rows.shape[0], groups * size)
     for index, row in enumerate(rows):
         padded[index, :width] = row.float()
@@ -152,6 +153,9 @@ def test_every_shape_and_dtype(fmt: Format) -> None:
     [
         ("int4/group128", (2, 256), 2 * 128 + 4 * 4),  # two codes a byte, 4 bytes of scales a group
         ("int2/token", (3, 64), 3 * 16 + 3 * 4),
+        ("int3/group128", (2, 256), 2 * 96 + 4 * 4),  # eight codes in three bytes
+        ("int3/token", (2, 130), 2 * 51 + 2 * 4),  # padded to 136
+        ("int3/tensor", (3, 64), 72 + 4),
         ("int8/tensor", (3, 64), 192 + 4),
         ("int4/group128", (2, 130), 2 * 2 * 33 + 4 * 4),  # two groups of 65, padded to 66
         ("fp8_e4m3/group128", (2, 256), 512 + 4 * 2),
@@ -203,12 +207,13 @@ def test_sizes_may_be_unknown(fmt: Format) -> None:
 def test_packing_matches_a_plain_loop(dtype: FormatDtype) -> None:
     fmt = Format(dtype, group_size=32)
     bits = fmt.bits or 0
-    per_byte = 8 // bits
+    together = {2: 4, 3: 8, 4: 2, 8: 1}[bits]
     codes = torch.randint(0, 2**bits, (5, 32))
-    half = 32 // per_byte
-    expected = [
-        [sum(int(row[j + i * half]) << (bits * i) for i in range(per_byte)) for j in range(half)] for row in codes
+    part = 32 // together
+    numbers = [
+        [sum(int(row[j + i * part]) << (bits * i) for i in range(together)) for j in range(part)] for row in codes
     ]
+    expected = [[n >> (8 * byte) & 255 for byte in range(together * bits // 8) for n in row] for row in numbers]
     packed = formats._pack(codes.float(), fmt)
     assert packed.tolist() == expected
     assert torch.equal(torch.cat(formats._unpack(packed, fmt), dim=1), codes.float())
@@ -322,8 +327,9 @@ def test_fp6_codes_are_those_of_the_specification(dtype: FormatDtype) -> None:
     assert encoded.scales.item() == 1.0
     assert torch.equal(formats.decode(encoded, fmt, (64,), torch.float32), values)
     first, second, third = encoded.payload[0].long().split(16)
-    read = [first & 63, second & 63, third & 63, (first >> 6) | (second >> 6 << 2) | (third >> 6 << 4)]
-    assert torch.equal(torch.cat(read), torch.where(codes == 32, 0, codes).long())  # there is one zero
+    number = first | second << 8 | third << 16
+    read = torch.cat([(number >> shift) & 63 for shift in (0, 6, 12, 18)])
+    assert torch.equal(read, torch.where(codes == 32, 0, codes).long())  # there is one zero
 
 
 @pytest.mark.parametrize("dtype", FP6_DTYPES)
@@ -373,6 +379,7 @@ def test_error_on_normal_numbers(dtype: FormatDtype, rounding: Rounding) -> None
     [
         ("int8", 0.008),
         ("int4", 0.11),
+        ("int3", 0.25),
         ("int2", 0.55),
         ("fp8_e4m3", 0.03),
         ("fp8_e5m2", 0.06),

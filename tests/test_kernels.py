@@ -22,6 +22,7 @@ FEW = [
     ("int4/group128/nearest", torch.float32),
     ("int8/token/nearest", torch.bfloat16),
     ("int2/tensor/nearest", torch.float32),
+    ("int3/tensor/nearest", torch.float32),
     ("fp8_e4m3/tensor/stochastic", torch.float32),
     ("int4/group128/stochastic", torch.float16),
 ]
@@ -30,7 +31,7 @@ SWEEP = [
     (f"{dtype}/{where}/{rounding}", input_dtype)
     for (dtype, where, rounding), input_dtype in zip(
         itertools.product(
-            ("int2", "int4", "int8", "fp8_e4m3", "fp8_e5m2"),
+            ("int2", "int3", "int4", "int8", "fp8_e4m3", "fp8_e5m2"),
             ("tensor", "token", "group32"),
             ("nearest", "stochastic"),
         ),
@@ -62,6 +63,45 @@ def assert_fused_is_readable(x: Tensor, fmt: Format, seed: int = 5) -> None:
     decoded = kernels.decode(fused, fmt, x.shape, x.dtype, backend="inductor")
     assert same(decoded, formats.decode(readable, fmt, x.shape, x.dtype))
     assert decoded.is_contiguous()
+
+
+# The formats of GEMMs, whose round trip is one kernel.
+GEMM_CASES = [
+    ("fp6_e3m2/group128/nearest/fp32", torch.bfloat16),
+    pytest.param("fp8_e4m3/block128/nearest/fp32", torch.float32, marks=pytest.mark.slow),
+    pytest.param("fp8_e4m3/group128/nearest/fp32", torch.bfloat16, marks=pytest.mark.slow),
+    pytest.param("fp6_e2m3/group32/stochastic/e8m0", torch.float32, marks=pytest.mark.slow),
+    pytest.param("fp6_e2m3/tensor/nearest/fp32", torch.float16, marks=pytest.mark.slow),
+    pytest.param("int8/token/stochastic/fp32/symmetric", torch.bfloat16, marks=pytest.mark.slow),
+    pytest.param("int4/group128/nearest/fp32", torch.bfloat16, marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("spec", "dtype"), GEMM_CASES)
+def test_round_trip_is_encode_and_decode(spec: str, dtype: torch.dtype) -> None:
+    fmt = Format.parse(spec)
+    for shape in ((130, 128), (2, 3, 256), (0, 128)):
+        x = torch.randn(shape).to(dtype)
+        assert_fused_is_readable(x, fmt)
+        expected = formats.decode(formats.encode(x, fmt, 5), fmt, x.shape, dtype)
+        assert same(kernels.roundtrip(x, fmt, 5, backend="inductor"), expected)
+        assert same(kernels.roundtrip(x, fmt, 5, backend="eager"), expected)
+
+
+def test_rows_of_any_length_are_one_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    fmt, built, compile_ = Format("int8", "token", scale="fp32", symmetric=True), [], kernels._compile
+    monkeypatch.setattr(kernels, "_kernels", {})
+    monkeypatch.setattr(kernels, "_compile", lambda key: (built.append(key), compile_(key))[1])
+    for shape in ((3, 70), (5, 200), (1, 1), (4, 3)):
+        x = torch.randn(shape)
+        fused, readable = kernels.encode(x, fmt, dynamic=True), formats.encode(x, fmt)
+        assert same(fused.payload, readable.payload)
+        assert same(fused.scales, readable.scales)
+        sums = torch.randint(-(2**20), 2**20, shape, dtype=torch.int32)
+        rows, columns = torch.rand(shape[0], 1), torch.rand(1, shape[1])
+        scaled = kernels.rescale(sums, rows, columns, torch.bfloat16)
+        assert same(scaled, formats.rescaled(sums, rows, columns, torch.bfloat16))
+    assert len(built) == 2
 
 
 @pytest.fixture

@@ -16,6 +16,7 @@ from gnmr_fx.units import Handle, Memo, Observation
 
 FORMATS = [
     "int2",
+    "int3",
     "int4",
     "int8",
     "fp8_e4m3",
@@ -154,7 +155,9 @@ def kept_bytes(*functions) -> int:  # type: ignore[no-untyped-def]
     return sum(storage.nbytes() for storage in storages.values())
 
 
-@pytest.mark.parametrize(("low", "per_element"), [("int2", 0.25), ("int4", 0.5), ("int8", 1.0), ("fp8_e4m3", 1.0)])
+@pytest.mark.parametrize(
+    ("low", "per_element"), [("int2", 0.25), ("int3", 0.375), ("int4", 0.5), ("int8", 1.0), ("fp8_e4m3", 1.0)]
+)
 def test_bytes_are_really_packed(low, per_element):
     x = torch.randn(64, 256, dtype=torch.bfloat16)
     w = torch.randn(1, 256, dtype=torch.bfloat16, requires_grad=True)

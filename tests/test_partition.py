@@ -34,6 +34,7 @@ from gnmr_fx.passes.partition import Partitioner
 from tests.loops import decoder, gradients, readable_kernels, relative_error, roles
 from tests.models import CASES, Built, instrument_options
 from tests.test_guarantees import compiled_saved
+from tests.toys import FirstToken
 
 EVERYTHING = gnmr_fx.AllSaved(min_bytes=0)
 LOSSLESS = Recipe(Format("none"), Format("bf16"))
@@ -124,14 +125,15 @@ def test_what_must_not_be_stored_is_kept_and_listed() -> None:
 
 
 def test_query_and_key_take_8_bits_at_least_unless_asked_otherwise() -> None:
-    for attention, expected in (("int8", "int8 g128"), ("low", "int4 g128")):
+    for attention, expected in (("int8", "int8 g128"), ("int4", "int4 g128"), ("low", "int2 g128")):
         torch._dynamo.reset()
         built = decoder()
-        gnmr_fx.instrument(built.model, LOW, scope=gnmr_fx.AllSaved(min_bytes=0, attention=attention))
+        scope = gnmr_fx.AllSaved(min_bytes=0, attention=attention)
+        gnmr_fx.instrument(built.model, Recipe(Format("int2"), Format("int8")), scope=scope)
         gradients(built, torch.compile(built.model, backend=interpreted()))
         formats = {a["role"]: a["low_format"] for row in gnmr_fx.table(built.model).units for a in row.activations}
         assert (formats["query"], formats["key"]) == (expected, expected)
-        assert formats["value"] == formats["output"] == formats["input"] == "int4 g128"
+        assert formats["value"] == formats["output"] == formats["input"] == "int2 g128"
 
 
 class Scores(nn.Module):
@@ -197,6 +199,59 @@ def test_the_loss_head_is_stored_only_if_asked() -> None:
     assert stored(True)
 
 
+class Kernel(nn.Module):
+    """A weight by another name than ``weight``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kernel = nn.Parameter(torch.randn(32, 48) / 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.kernel
+
+
+class Language(nn.Module):
+    """A body of which nothing but ``query`` is to be a unit, and a head; returns its loss."""
+
+    def __init__(self, head: nn.Module, calls_head: bool = True) -> None:
+        super().__init__()
+        self.query, self.inner, self.lm_head, self.calls_head = nn.Linear(32, 32), nn.Linear(32, 40), head, calls_head
+        self.back = nn.Linear(40, 32)
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        x = self.back(torch.tanh(self.inner(torch.tanh(self.query(x)))))
+        logits = self.lm_head(torch.tanh(x)) if self.calls_head else F.linear(torch.tanh(x), self.lm_head.weight)
+        return F.cross_entropy(logits.float(), target)
+
+
+HEADS = {
+    "module": lambda: Language(nn.Linear(32, 48)),
+    "parameter": lambda: Language(Kernel()),
+    "weight": lambda: Language(nn.Linear(32, 48), calls_head=False),
+    "frozen": lambda: Language(nn.Linear(32, 48).requires_grad_(False)),
+}
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("kind", HEADS)
+def test_only_what_follows_the_output_head_is_the_loss_head(kind: str, compiled: bool) -> None:
+    torch.manual_seed(0)
+    model = HEADS[kind]().train()
+    built = Built(model, (torch.randn(8, 32), torch.arange(8)), {}, lambda loss: loss)
+    gnmr_fx.instrument(model, LOW, include=["query"], scope=EVERYTHING)
+    names = set(model.state_dict())
+    gnmr_fx.controller(model).force("low")
+    gradients(built, torch.compile(model, backend=interpreted()) if compiled else model)
+    # The body's last layers hold no unit, and belong to the one there is.
+    (row,) = gnmr_fx.table(model).units
+    assert sum(activation["calls"] for activation in row.activations if activation["role"] == "tanh") == 3
+    head = [item["shape"] for item in gnmr_fx.table(model).kept_as_it_is if item["reason"] == "loss head"]
+    assert {shape[-1] for shape in head if shape} == {48}
+    gnmr_fx.uninstrument(model)
+    assert set(model.state_dict()) == names
+    assert not any(key.startswith("_gnmr") for module in model.modules() for key in vars(module))
+
+
 def test_small_tensors_stay() -> None:
     built = decoder()
     gnmr_fx.instrument(built.model, LOW, scope=gnmr_fx.AllSaved(min_bytes=8000))  # the mlp's inner ones are larger
@@ -206,6 +261,25 @@ def test_small_tensors_stay() -> None:
     assert "small" in left(built.model).values()
     controller = gnmr_fx.controller(built.model)
     assert all(unit.observation.seen for unit in controller.units)  # those that store nothing are heard all the same
+
+
+@pytest.mark.parametrize("backend", ["interpreted", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_a_small_piece_does_not_keep_the_large_tensor_alive(backend: str) -> None:
+    torch.manual_seed(0)
+    built = Built(FirstToken().train(), (torch.randn(8, 64, 32),), {}, lambda out: out.square().mean())
+    expected = gradients(built)
+    gnmr_fx.instrument(built.model, LOSSLESS, scope=gnmr_fx.AllSaved(min_bytes=4096))  # the piece has 1024 bytes
+    controller = gnmr_fx.controller(built.model)
+    controller.force("low")
+    call = torch.compile(built.model, backend=interpreted() if backend == "interpreted" else backend)
+    exclude = [*built.model.parameters(), *built.args]
+    loss = built.loss(call(*built.args))
+    sizes = sorted(t.untyped_storage().nbytes() for t in compiled_saved(loss, exclude) if t.numel())
+    loss.backward()
+    assert sizes[0] == 1024, sizes  # the piece, on its own
+    assert "small" in {item["reason"] for item in gnmr_fx.table(built.model).kept_as_it_is}
+    assert relative_error(gradients(built, call), expected) < 1e-6
+    gnmr_fx.uninstrument(built.model)
 
 
 def test_a_tensor_that_several_units_read_is_recovered_with_any_of_them() -> None:

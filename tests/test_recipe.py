@@ -52,6 +52,7 @@ def test_spec_round_trips(fmt: Format) -> None:
         ("int4", "int4/group128/nearest", "int4 g128", 4),
         ("int4/group", "int4/group128/nearest", "int4 g128", 4),
         ("int2/group32/stochastic", "int2/group32/stochastic", "int2 g32 sr", 2),
+        ("int3/tensor", "int3/tensor/nearest", "int3 tensor", 3),
         ("int8/token", "int8/token/nearest", "int8 token", 8),
         ("fp8_e4m3/tensor", "fp8_e4m3/tensor/nearest", "fp8_e4m3 tensor", 8),
         ("bf16", "bf16", "bf16", 16),
@@ -71,7 +72,7 @@ def test_parse(spec: str, canonical: str, label: str, bits: int | None) -> None:
     "spec",
     [
         "",
-        "int3",
+        "int5",
         "int4/row",
         "int4/token64",
         "int4/group0",
@@ -92,7 +93,7 @@ def test_parse_rejects(spec: str) -> None:
 @pytest.mark.parametrize(
     "arguments",
     [
-        {"dtype": "int3"},
+        {"dtype": "int5"},
         {"dtype": None},
         {"dtype": ["int4"]},
         {"dtype": "int4", "granularity": "row"},
@@ -198,7 +199,7 @@ def test_gemm_recipes() -> None:
         (lambda: GemmPaths(low=Format("int8")), "GemmPaths.low"),
         (lambda: GemmRecipe(output=FULL), "GemmRecipe.output"),
         (lambda: GemmRecipe(backend="fast"), "'fast'"),
-        (lambda: GemmRecipe(eval_path="guard"), "'guard'"),
+        (lambda: GemmRecipe(evaluate="guard"), "'guard'"),
         (lambda: Recipe(Format("none"), Format("none"), gemm=FULL), "Recipe.gemm"),
         (lambda: Recipe(Format("int4", "block"), Format("none")), "blocks are for weights"),
         (lambda: dsv3("fp6"), "'fp6'"),

@@ -228,7 +228,7 @@ def without(state: dict[str, Any], *names: str) -> dict[str, Any]:
     ("damage", "message"),
     [
         (lambda s: {}, "version"),
-        (lambda s: {**s, "version": 1}, "version 2, found 1"),
+        (lambda s: {**s, "version": 2}, "version 3, found 2"),
         (lambda s: without(s, "flags"), "flags"),
         (lambda s: without(s, "seed", "rules"), "rules, seed|seed, rules|rules|seed"),
         (lambda s: {**s, "flags": s["flags"][:-1]}, "flags of the saved state"),

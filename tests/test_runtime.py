@@ -31,9 +31,9 @@ def spy(m: nn.Module, monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     seen: list[Tensor] = []
     original = runtime.update
 
-    def update(state, norms, config):  # type: ignore[no-untyped-def]
+    def update(state, norms, config, **others):  # type: ignore[no-untyped-def]
         seen.append(norms.clone())
-        return original(state, norms, config)
+        return original(state, norms, config, **others)
 
     monkeypatch.setattr(runtime, "update", update)
     return seen

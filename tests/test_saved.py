@@ -19,6 +19,7 @@ import gnmr_fx
 from gnmr_fx import Format, Recipe, formats, saved
 from tests.loops import autograd_nodes, decoder, gradients, readable_kernels, relative_error, roles
 from tests.models import CASES, Built, cast, instrument_options
+from tests.toys import FirstToken
 
 EVERYTHING = gnmr_fx.AllSaved(min_bytes=0)
 LOW = Recipe(Format("int4"), Format("int8"))
@@ -406,6 +407,17 @@ def test_double_backward_is_an_error() -> None:
     loss = built.model(*built.args)
     with pytest.raises(gnmr_fx.DoubleBackwardError):
         torch.autograd.grad(loss, [built.model.embed.weight], create_graph=True)
+
+
+def test_a_small_piece_does_not_keep_the_large_tensor_alive() -> None:
+    torch.manual_seed(0)
+    built = Built(FirstToken().train(), (torch.randn(8, 64, 32),), {}, lambda out: out.square().mean())
+    expected = gradients(built)
+    gnmr_fx.instrument(built.model, Recipe(Format("none"), Format("int8")), scope=gnmr_fx.AllSaved(min_bytes=4096))
+    gnmr_fx.controller(built.model).force("low")
+    assert 1024 in held(built).values()  # the piece, on its own
+    found = gradients(built)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
 def test_attention_by_hand_is_stable() -> None:

@@ -101,6 +101,17 @@ class Stack(nn.Module):
         return self.lm_head(self.norm(x))
 
 
+class FirstToken(nn.Module):
+    """A classifier of the first of many tokens, [N, T, width]: autograd keeps a small piece of a large tensor."""
+
+    def __init__(self, width: int = 32) -> None:
+        super().__init__()
+        self.body, self.classes = nn.Linear(width, width), nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.classes(self.body(x)[:, 0])
+
+
 class RMSNorm(nn.Module):
     """Statistics in fp32, as language models have it."""
 
@@ -150,3 +161,16 @@ class Decoder(nn.Module):
             x = block(x)
         logits = self.lm_head(self.norm(x)).float()
         return F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+
+
+class WithAdapter(nn.Module):
+    """A frozen projection and its adapter in one module."""
+
+    def __init__(self, inner: nn.Linear, rank: int = 2) -> None:
+        super().__init__()
+        self.inner = inner.requires_grad_(False)
+        self.a = nn.Parameter(torch.randn(rank, inner.in_features))
+        self.b = nn.Parameter(torch.randn(inner.out_features, rank))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x) + x @ self.a.t() @ self.b.t()
