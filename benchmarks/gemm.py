@@ -1,6 +1,6 @@
 """Low-precision GEMMs: what native kernels buy, what emulation costs, what the guard costs, and how exact they are.
 
-    python benchmarks/gemm.py                                              # this CPU, widths 256 and 1024, eager
+    python benchmarks/gemm.py                                              # this CPU, widths 256 and 512, eager
     python benchmarks/gemm.py --device cuda --modes eager compiled         # widths 2048, 4096 and 8192
     python benchmarks/gemm.py --only guard                                 # the guard against a static recipe
     python benchmarks/gemm.py --only numerics                              # errors against float64
@@ -32,6 +32,7 @@ import torch
 from step import synchronize
 from tabulate import tabulate
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 from tqdm import tqdm
 
 import gnmr_fx
@@ -98,7 +99,7 @@ for _name, _implementation, _fake in (
     ("grad_input", _grad_input, lambda g, w, size, spec: g.new_empty(size)),
     ("grad_weight", _grad_weight, lambda g, x, w, fmt, spec: g.new_empty(w.shape)),
 ):
-    _library.impl(_name, torch._disable_dynamo(_implementation), "CompositeExplicitAutograd")
+    _library.impl(_name, _disable_dynamo(_implementation), "CompositeExplicitAutograd")
     torch.library.register_fake(f"gnmr_fx_benchmark::{_name}", _fake, lib=_library)
 
 
@@ -177,10 +178,11 @@ def variants(width: int, compiled: bool, arguments: argparse.Namespace) -> Itera
         backends: tuple[Backend, ...] = ("native", "emulated")
         for backend in backends:
             recipe = with_backend(RECIPES[name], backend)
+            assert recipe.gemm is not None
             if backend == "native" and not has_native(recipe, torch.device(arguments.device))[0]:
                 continue
             for guard in ("low", "high"):
-                if guard == "high" and (recipe.gemm is None or recipe.gemm.output.low == recipe.gemm.output.high):
+                if guard == "high" and recipe.gemm.output.low == recipe.gemm.output.high:
                     continue  # a static recipe
                 if guard == "high" and backend == "native" and recipe.gemm.output.high == FULL:
                     continue  # the same as emulated: PyTorch's own GEMM
@@ -331,7 +333,7 @@ def measure_numerics(seeds: int) -> list[dict[str, Any]]:
                 common: tuple[Any, ...] = (None, False, None, "linear", "", spec)
                 found = {
                     "output": gemm.output(x, w, None, *common),
-                    "grad_input": gemm.grad_input(g, w, *common, x.shape),
+                    "grad_input": gemm.grad_input(g, w, *common, x_shape=x.shape),
                     "grad_weight": gemm.grad_weight(g, x, w, *common),
                 }
                 exact = {
@@ -388,11 +390,17 @@ def numerics_table(rows: Sequence[dict[str, Any]]) -> str:
     return tabulate(cells, headers, disable_numparse=True, colalign=("left",) * 2 + ("right",) * 3)
 
 
+def save(path: Path, result: dict[str, Any]) -> None:
+    """Write what there is so far."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(result, indent=1) + "\n")
+
+
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     """Run the benchmark, print its tables, write its JSON; returns what it wrote."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS, metavar="PART", help=", ".join(PARTS))
-    parser.add_argument("--widths", type=int, nargs="+", help="default: 256 1024, on cuda 2048 4096 8192")
+    parser.add_argument("--widths", type=int, nargs="+", help="default: 256 512, on cuda 2048 4096 8192")
     parser.add_argument("--tokens", type=int, help="rows of the activation (default: 512, on cuda 8192)")
     parser.add_argument("--recipes", nargs="+", choices=NAMES, default=NAMES, metavar="RECIPE", help=", ".join(NAMES))
     parser.add_argument("--modes", nargs="+", choices=("eager", "compiled"), default=["eager"])
@@ -409,7 +417,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--out", type=Path, default=Path("out/gemm.json"))
     arguments = parser.parse_args(argv)
     on_cuda = torch.device(arguments.device).type == "cuda"
-    arguments.widths = arguments.widths or ([2048, 4096, 8192] if on_cuda else [256, 1024])
+    arguments.widths = arguments.widths or ([2048, 4096, 8192] if on_cuda else [256, 512])
     arguments.tokens = arguments.tokens or (8192 if on_cuda else 512)
     arguments.guard_widths = arguments.guard_widths or [OVERHEAD_WIDTH, arguments.widths[0]]
     torch.manual_seed(0)
@@ -428,19 +436,20 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         for mode in arguments.modes:
             for width in arguments.widths:
                 result["times"] += measure_times(width, mode == "compiled", arguments)
+                save(arguments.out, result)
         print(f"\n{times_table(result['times'])}\n")
     if "guard" in arguments.only:
         cases = [(name, width) for name in arguments.guard_recipes for width in arguments.guard_widths]
         result["guard"] = []
         for name, width in cases:
             result["guard"].append(measure_guard(name, width, arguments))
+            save(arguments.out, result)
             torch.compiler.reset()
         print(f"{guard_table(result['guard'])}\n")
     if "numerics" in arguments.only:
         result["numerics"] = measure_numerics(arguments.seeds)
         print(f"{numerics_table(result['numerics'])}\n")
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    arguments.out.write_text(json.dumps(result, indent=1) + "\n")
+    save(arguments.out, result)
     print(f"written to {arguments.out}")
     return result
 
