@@ -397,6 +397,11 @@ def decode_groups(payload: Tensor, scales: Tensor, fmt: Format, dtype: torch.dty
         scale = _scale_from_e8m0(scales) if fmt.scale == "e8m0" else scales.float()
         values = _fp6_values(torch.cat(_unpack(payload, fmt), dim=1), fmt) if fmt.is_fp6 else payload.float()
         decoded = values * scale
+    return _finish(decoded, dtype)
+
+
+def _finish(decoded: Tensor, dtype: torch.dtype) -> Tensor:
+    """Decoded fp32 values in ``dtype``."""
     if dtype == torch.float16:
         # Half a step past 65504 would be inf. nan, which stands for any non-finite group, passes the clamp.
         top = torch.finfo(dtype).max
@@ -405,8 +410,12 @@ def decode_groups(payload: Tensor, scales: Tensor, fmt: Format, dtype: torch.dty
 
 
 def roundtrip_groups(x: Tensor, fmt: Format, word: int | Tensor = 0) -> Tensor:
-    """Groups ``[N, g]`` as decoding their encoding gives them back, in the dtype of ``x``."""
-    return decode_groups(*encode_groups(x, fmt, word), fmt, x.dtype)
+    """Groups ``[N, g]`` as decoding their encoding gives them back, bit for bit, in the dtype of ``x``."""
+    if fmt.is_integer:
+        return decode_groups(*encode_groups(x, fmt, word), fmt, x.dtype)
+    scale, _ = _amax_scale(x.float(), fmt, _GRID[fmt.dtype][2])
+    # Without codes: making them and reading them again is most of the work.
+    return _finish(_on_grid(x.float(), scale, fmt, word) * scale, x.dtype)
 
 
 def rescaled(sums: Tensor, rows: Tensor, columns: Tensor, dtype: torch.dtype) -> Tensor:
@@ -462,17 +471,29 @@ def _encode_symmetric(x: Tensor, fmt: Format, word: int | Tensor) -> tuple[Tenso
 def _encode_float(x: Tensor, fmt: Format, word: int | Tensor) -> tuple[Tensor, Tensor]:
     smallest, mantissa, top = _GRID[fmt.dtype]
     scale, stored = _amax_scale(x, fmt, top)
-    y = x / scale
-    if fmt.is_fp6 or fmt.is_stochastic:
-        exponent = torch.clamp((y.view(torch.int32) >> 23) & 0xFF, min=127 + smallest)
-        step = ((exponent - mantissa) << 23).view(torch.float32)
-        y = y / step
-        y = _round_stochastic(y, _uniform(x, word)) if fmt.is_stochastic else torch.round(y)
-        if fmt.is_fp6:
-            return _pack(_fp6_codes(y, (exponent - (127 + smallest)).to(torch.float32), mantissa), fmt), stored
-        y = y * step
+    if fmt.is_fp6:
+        steps, _, exponent = _in_steps(x, x / scale, fmt, word)
+        return _pack(_fp6_codes(steps, (exponent - (127 + smallest)).to(torch.float32), mantissa), fmt), stored
+    y = _on_grid(x, scale, fmt, word) if fmt.is_stochastic else x / scale
     # A rounded scale lets y pass the largest value by 2^-8: e4m3 would turn that into nan.
     return torch.clamp(y, -top, top).to(_FP8_DTYPES[fmt.dtype]), stored
+
+
+def _in_steps(x: Tensor, y: Tensor, fmt: Format, word: int | Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """``y``, which is ``x`` scaled, in whole steps of its binade; the step, and the binade's biased exponent."""
+    smallest, mantissa, _ = _GRID[fmt.dtype]
+    exponent = torch.clamp((y.view(torch.int32) >> 23) & 0xFF, min=127 + smallest)
+    step = ((exponent - mantissa) << 23).view(torch.float32)
+    y = y / step
+    return _round_stochastic(y, _uniform(x, word)) if fmt.is_stochastic else torch.round(y), step, exponent
+
+
+def _on_grid(x: Tensor, scale: Tensor, fmt: Format, word: int | Tensor) -> Tensor:
+    """``x / scale`` rounded to a value of the dtype, in fp32."""
+    top = _GRID[fmt.dtype][2]
+    steps, step, _ = _in_steps(x, x / scale, fmt, word)
+    y = torch.clamp(steps * step, -top, top)
+    return torch.where(y == 0.0, 0.0, y) if fmt.is_fp6 else y  # fp6 is stored without negative zeros
 
 
 def _amax_scale(x: Tensor, fmt: Format, top: float) -> tuple[Tensor, Tensor]:

@@ -295,6 +295,8 @@ def _choose(
             reason = "it is not a product of two matrices (a linear layer, or x @ w with a matrix w)"
         elif dtype not in kernel.dtypes:
             reason = f"{kernel.name} gives {', '.join(map(str, kernel.dtypes))}, not {dtype}"
+        elif 0 in sizes:
+            return "native"  # which multiplies nothing
         elif sizes[0] < kernel.rows or any(n % m for n, m in zip(sizes, kernel.multiples, strict=True)):
             reason = (
                 f"{kernel.name} takes M, N, K in multiples of {kernel.multiples} with M from {kernel.rows}, not {sizes}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -165,6 +165,104 @@ def test_learning_rate_rises_and_falls(llama: ModuleType) -> None:
     assert shares[peak:] == sorted(shares[peak:], reverse=True)
     assert shares[-1] == pytest.approx(llama.LR_FLOOR_SHARE)
     assert 0 < llama.lr_share(0, 1) <= 1
+
+
+@pytest.fixture
+def dsv3(llama: ModuleType) -> Iterator[ModuleType]:
+    with readable_kernels():
+        yield load("pretrain_dsv3_recipe")
+
+
+DSV3 = ["--size", "nano", "--batch", "2", "--seq", "32", "--steps", "4", "--warmup", "1", "--lock", "2"]
+
+
+def test_dsv3(dsv3: ModuleType, tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "runs" / "out.json"
+    lines = dsv3.main([*DSV3, "--alpha", "0.5", "--budget", "3", "--text", str(text), "--out", str(out)])
+    full, low, high, gnmr, chance = lines
+    assert [line["gemms"] for line in lines] == ["full", *["emulated"] * 4]
+    assert full["validation_loss"] == full["validation_loss_in_eval"]
+    # Every policy starts from the same weights, and its GEMMs are its own.
+    assert len({round(line["train_loss"], 1) for line in lines}) == 1
+    assert len({line["train_loss"] for line in (full, low, high, gnmr)}) == 4
+    assert low["recovered"] == high["recovered"] == 0
+    assert 0 < gnmr["recovered"] == chance["recovered"] <= 3 * 4
+    assert all(line["unit_steps"] == 14 * 4 for line in (low, high, gnmr, chance))
+    assert low["bytes"] < gnmr["bytes"] < low["bytes_full"]
+    assert low["bytes"] < high["bytes"] < low["bytes_full"]
+    printed = capsys.readouterr().out
+    assert dsv3.summary(lines) in printed
+    assert "±" not in dsv3.summary(lines)
+    assert dsv3.main(["--show", str(out), str(out)]) == [*lines, *lines]
+    assert "+0.0000 ± 0.0000" in capsys.readouterr().out
+
+
+def test_dsv3_policies(dsv3: ModuleType) -> None:
+    settings = load("pretrain_tiny_llama").Settings()
+    full, low, high, gnmr, chance = dsv3.Options("fp6_e2m3", True, "emulated").policies(settings)
+    assert full.recipe is None
+    assert gnmr.recipe == chance.recipe == gnmr_fx.dsv3("fp6_e2m3", mx=True, backend="emulated")
+    assert low.recipe.gemm.output.low == low.recipe.gemm.output.high == gnmr.recipe.gemm.output.low
+    assert high.recipe.gemm.output.low == high.recipe.gemm.output.high == gnmr.recipe.gemm.output.high
+    assert (low.budget, high.budget, gnmr.budget, chance.budget) == (0, 0, settings.budget, settings.budget)
+
+
+def test_dsv3_chooses_as_many_and_keeps_them(dsv3: ModuleType) -> None:
+    units, counts = [f"u{i}" for i in range(6)], [0, 2, 2, 3, 1, 0, 4, 4]
+    choices = dsv3.random_choices(units, counts, 0)
+    assert [len(set(choice)) for choice in choices] == counts
+    assert choices[1] == choices[2]
+    assert set(choices[2]) < set(choices[3])
+    assert set(choices[4]) < set(choices[3])
+    assert choices == dsv3.random_choices(units, counts, 0) != dsv3.random_choices(units, counts, 1)
+
+
+def test_dsv3_on_a_local_model(dsv3: ModuleType, tmp_path: Path, text: Path) -> None:
+    from transformers import Qwen3Config
+
+    config = Qwen3Config(
+        vocab_size=300, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=16, architectures=["Qwen3ForCausalLM"],
+    )  # fmt: skip
+    config.save_pretrained(tmp_path)
+    made = dsv3.source(tmp_path, load("pretrain_tiny_llama").Settings(seq=32, text=text))
+    assert type(made.build()).__name__ == "Qwen3ForCausalLM"
+    assert (made.unit, made.text.train.dtype) == ("byte", torch.uint8)
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    words = Tokenizer(models.WordLevel({"[UNK]": 0, "work": 1, "play": 2}, unk_token="[UNK]"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    words.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    arguments = ["--text", str(text), "--out", str(tmp_path / "out.json"), "--model", str(tmp_path)]
+    lines = dsv3.main([*DSV3, *arguments, "--steps", "1", "--low", "fp6_e2m3", "--mx", "--backend", "emulated"])
+    assert {line["unit"] for line in lines} == {"token"}
+    assert len(lines) == 5
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--low", "fp8_e4m3"], "invalid choice"),
+        (["--backend", "fast"], "invalid choice"),
+        (["--model", "/no/such/folder"], "found nothing"),
+        (["--show", "/no/such/file"], "found nothing"),
+        (["--seeds", "-1"], "whole number of at least 0"),
+    ],
+)
+def test_dsv3_bad_flags(
+    dsv3: ModuleType, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as raised:
+        dsv3.main(arguments)
+    assert raised.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_dsv3_native_where_there_is_none(dsv3: ModuleType, tmp_path: Path, text: Path) -> None:
+    arguments = ["--backend", "native", "--text", str(text), "--out", str(tmp_path / "out.json")]
+    with pytest.raises(SystemExit, match=r"error: expected a native kernel .* found none"):
+        dsv3.main([*DSV3, *arguments])
 
 
 @pytest.fixture

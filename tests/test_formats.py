@@ -432,6 +432,23 @@ def test_non_finite_values_show(fmt: Format, value: float) -> None:
         assert torch.equal(decoded.isnan(), in_group)
 
 
+@pytest.mark.parametrize("fmt", [f for f in ALL_FORMATS if f.is_scaled], ids=str)
+def test_values_without_codes_are_those_of_the_codes(fmt: Format) -> None:
+    """What a GEMM takes as its operand is, bit for bit, what storing and reading it would give."""
+    wide = torch.randn(64, 64).mul(6).exp() * torch.randn(64, 64).sign()
+    wide[3], wide[4], wide[5, ::2], wide[6] = 0.0, -0.0, -1e-30, 1e-38 * wide[6]
+    wide[10, :4] = torch.tensor([448.0, 57344.0, 28.0, 7.5])
+    wide[12, 5], wide[14, 6] = math.inf, math.nan
+    halves = torch.arange(-2048, 2048).reshape(64, 64) / 64  # many of them ties
+    for x, dtype in itertools.product((wide, halves, wide[:8]), INPUT_DTYPES):
+        x = x.to(dtype)
+        cut = formats.layout(x.shape, fmt)
+        found = formats.roundtrip_groups(formats.to_groups(x, cut), fmt, formats.seed_word(1, fmt))
+        found, expected = formats.from_groups(found, cut, x.shape), round_trip(x, fmt)
+        same = (found == expected) & (found.signbit() == expected.signbit())
+        assert (same | (found.isnan() & expected.isnan())).all()
+
+
 def test_float16_stays_finite() -> None:
     """The step of a scale that was rounded up would take the largest float16 to inf."""
     x = torch.linspace(-65504, 65504, 128).to(torch.float16).reshape(2, 64)

@@ -235,6 +235,18 @@ def test_zeros_and_empty_batches(name: str) -> None:
         assert not grad_w.isfinite().all()
 
 
+@pytest.mark.parametrize("rows", [(0,), (2, 0)])
+def test_empty_batches_are_native_where_others_are(rows: tuple[int, ...]) -> None:
+    recipe = dynamic_gemm(INT8, backend="native")
+    assert recipe.gemm is not None
+    w = torch.randn(24, 40)
+    found = gemm.backends("linear", gemm.Spec.of(recipe.gemm), (*rows, 40), w, torch.float32)
+    assert found == (("native", "full"),) * 3
+    out, grad_x, grad_w = run(recipe, torch.randn(*rows, 40), w, None, torch.randn(*rows, 24))
+    assert (out.shape, grad_x.shape) == ((*rows, 24), (*rows, 40))
+    assert torch.equal(grad_w, torch.zeros(24, 40))
+
+
 # Along which dimension ------------------------------------------------------------------------------------------------
 
 KIND_SHAPES = {  # kind, extra, shapes of x and w

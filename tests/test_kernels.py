@@ -148,6 +148,29 @@ def test_fused_is_readable_bit_for_bit(fmt: Format, dtype: torch.dtype) -> None:
     assert decoded[~wide.isfinite()].isnan().all()
 
 
+@pytest.mark.parametrize(
+    "spec",
+    [
+        "fp6_e3m2/group128/nearest/fp32",
+        pytest.param("fp8_e4m3/block128/nearest/fp32", marks=pytest.mark.slow),
+        pytest.param("fp6_e2m3/group32/nearest/e8m0", marks=pytest.mark.slow),
+        pytest.param("fp8_e5m2/token/stochastic/bf16", marks=pytest.mark.slow),
+        pytest.param("int8/token/nearest/fp32/symmetric", marks=pytest.mark.slow),
+    ],
+)
+def test_fused_roundtrip_is_readable_bit_for_bit(spec: str) -> None:
+    fmt = Format.parse(spec)
+    x = torch.randn(256, 128, dtype=torch.float64).pow(9).clamp(-3e30, 3e30).float()
+    for y in (x, x.relu(), torch.zeros_like(x), x * 1e-4, -x.relu() * 1e-30):
+        readable = formats.decode(formats.encode(y, fmt, 5), fmt, y.shape, y.dtype)
+        assert same(kernels.roundtrip(y, fmt, 5, backend="inductor"), readable)
+    x[2, 3], x[4, 5], x[6, 7] = torch.inf, -torch.inf, torch.nan
+    fused = kernels.roundtrip(x, fmt, 5, backend="inductor")
+    readable = formats.decode(formats.encode(x, fmt, 5), fmt, x.shape, x.dtype)
+    assert torch.equal(fused.nan_to_num(99), readable.nan_to_num(99))
+    assert fused[~x.isfinite()].isnan().all()
+
+
 def test_strides_offsets_and_gradients_do_not_matter() -> None:
     base = torch.randn(130, 3, 256)
     for view in (
