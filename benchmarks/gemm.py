@@ -333,7 +333,7 @@ def measure_numerics(seeds: int) -> list[dict[str, Any]]:
                 common: tuple[Any, ...] = (None, False, None, "linear", "", spec)
                 found = {
                     "output": gemm.output(x, w, None, *common),
-                    "grad_input": gemm.grad_input(g, w, *common, x_shape=x.shape),
+                    "grad_input": gemm.grad_input(g, w, *common, x.shape),
                     "grad_weight": gemm.grad_weight(g, x, w, *common),
                 }
                 exact = {
