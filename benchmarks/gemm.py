@@ -330,7 +330,7 @@ def measure_numerics(seeds: int) -> list[dict[str, Any]]:
             errors: dict[str, list[float]] = {which: [] for which in gemm.GEMMS}
             for seed in range(seeds):
                 x, w, g = operands(kind, seed)
-                common: tuple[Any, ...] = (None, False, None, "linear", "", spec)
+                common: tuple[None, bool, None, str, str, gemm.Spec] = (None, False, None, "linear", "", spec)
                 found = {
                     "output": gemm.output(x, w, None, *common),
                     "grad_input": gemm.grad_input(g, w, *common, x.shape),
