@@ -330,11 +330,10 @@ def measure_numerics(seeds: int) -> list[dict[str, Any]]:
             errors: dict[str, list[float]] = {which: [] for which in gemm.GEMMS}
             for seed in range(seeds):
                 x, w, g = operands(kind, seed)
-                common: tuple[Any, ...] = (None, False, None, "linear", "", spec)
                 found = {
-                    "output": gemm.output(x, w, None, *common),
-                    "grad_input": gemm.grad_input(g, w, *common, x_shape=x.shape),
-                    "grad_weight": gemm.grad_weight(g, x, w, *common),
+                    "output": gemm.output(x, w, None, None, False, None, "linear", "", spec),
+                    "grad_input": gemm.grad_input(g, w, None, False, None, "linear", "", spec, x.shape),
+                    "grad_weight": gemm.grad_weight(g, x, w, None, False, None, "linear", "", spec),
                 }
                 exact = {
                     "output": x.double() @ w.double().t(),
