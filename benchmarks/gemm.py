@@ -330,10 +330,11 @@ def measure_numerics(seeds: int) -> list[dict[str, Any]]:
             errors: dict[str, list[float]] = {which: [] for which in gemm.GEMMS}
             for seed in range(seeds):
                 x, w, g = operands(kind, seed)
+                common: tuple[None, bool, None, str, str, gemm.Spec] = (None, False, None, "linear", "", spec)
                 found = {
-                    "output": gemm.output(x, w, None, None, False, None, "linear", "", spec),
-                    "grad_input": gemm.grad_input(g, w, None, False, None, "linear", "", spec, x.shape),
-                    "grad_weight": gemm.grad_weight(g, x, w, None, False, None, "linear", "", spec),
+                    "output": gemm.output(x, w, None, *common),
+                    "grad_input": gemm.grad_input(g, w, *common, x.shape),
+                    "grad_weight": gemm.grad_weight(g, x, w, *common),
                 }
                 exact = {
                     "output": x.double() @ w.double().t(),

@@ -365,6 +365,9 @@ def run_all(jobs: Sequence[Job], out: Path, processes: int) -> int:
                 job = futures[future]
                 try:
                     row = future.result()
+                except concurrent.futures.BrokenExecutor:
+                    tqdm.write("stopped: a process was killed (out of memory?); the same command goes on from here")
+                    return failed + sum(not f.done() or f.exception() is not None for f in futures)
                 except Exception as error:  # one run's failure is no reason to lose the others
                     failed += 1
                     tqdm.write(f"failed: {job.setting}, {job.policy}, seed {job.seed}: {type(error).__name__}: {error}")

@@ -241,8 +241,8 @@ def _not_the_weight(w: Tensor, spec: str) -> str:
     if isinstance(w, nn.Parameter):
         return (
             f"expected the frozen weight that gnmr-fx stores as {spec}, found another parameter in its place "
-            f"({type(w.data).__name__}, {tuple(w.shape)}): it was replaced, or sharded (FSDP2 is not supported by this "
-            "recipe); call gnmr_fx.uninstrument(model) before that, and gnmr_fx.instrument after it"
+            f"({type(w.data).__name__}, {tuple(w.shape)}): it was replaced, or sharded by FSDP2; pass fully_shard the "
+            "frozen weights as ignored_params, and before a weight is replaced call gnmr_fx.uninstrument(model)"
         )
     return (
         f"expected a projection that reads the whole of the frozen weight that gnmr-fx stores as {spec}, found one "

@@ -22,7 +22,7 @@ from torch._compile import _disable_dynamo
 from gnmr_fx import distributed, kernels
 from gnmr_fx.errors import DoubleBackwardError, NativeKernelError, UnsupportedInputError
 from gnmr_fx.formats import Encoded, from_groups, layout
-from gnmr_fx.projections import KINDS, split_equation
+from gnmr_fx.projections import KINDS, no_view, split_equation
 from gnmr_fx.recipe import FULL, Backend, Format, GemmPaths, GemmRecipe, Operands
 from gnmr_fx.units import Kept, announce, measure, observe, observe_backends
 
@@ -625,7 +625,7 @@ class GuardedGemms(torch.autograd.Function):
         if encoded and tuple(size) == tuple(x.shape):
             payload, scales = encoded[2:] if active else encoded[:2]
             stored = Encoded(payload, scales), _parse(high if active else low)
-        return output(x, w, b, offs, active, seed, kind, extra, spec, stored)
+        return no_view(output(x, w, b, offs, active, seed, kind, extra, spec, stored))
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Any, ...]:

@@ -34,7 +34,7 @@ from gnmr_fx.distributed import Layout, layout_of, local_value
 from gnmr_fx.errors import DoubleBackwardError, UnsupportedBackendError, UnsupportedTransformError
 from gnmr_fx.formats import Encoded, empty_encoded
 from gnmr_fx.frozen_ops import frozen_projection
-from gnmr_fx.projections import KINDS
+from gnmr_fx.projections import KINDS, no_view
 from gnmr_fx.recipe import Format
 from gnmr_fx.scope import AllSaved
 from gnmr_fx.units import Handle, Kept, Marker, announce, mark, measure, observe, observe_scope
@@ -259,7 +259,7 @@ class _Guarded(torch.autograd.Function):
         ctx.x_shape, ctx.x_dtype, ctx.layout = x.shape, x.dtype, layout
         ctx.stored = stored
         ctx.b_shape = None if b is None else b.shape
-        return KINDS[kind].forward(x, w, b, offs, extra)
+        return no_view(KINDS[kind].forward(x, w, b, offs, extra))
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Any, ...]:

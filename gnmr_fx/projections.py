@@ -167,6 +167,16 @@ KINDS: Mapping[str, Projection] = MappingProxyType(
 )
 
 
+def no_view(out: Tensor) -> Tensor:
+    """The output of a projection, for an ``autograd.Function`` to return.
+
+    Autograd lets nobody change a view in place that a Function made; of the stock operator's output it does.
+    """
+    if not torch.compiler.is_compiling() and not out._is_view():
+        return out
+    return aten._unsafe_view(out, out.shape)
+
+
 UNKNOWN = -1
 """Number of dimensions of a value that nothing is known about."""
 

@@ -214,7 +214,8 @@ def at_least(fmt: Format, bits: int) -> Format:
     """``fmt``, or where it has fewer than ``bits`` (8, 4, or 0 for no such bound) the integer format that has them."""
     if fmt.bits is None or fmt.bits >= bits:
         return fmt
-    return replace(fmt, dtype="int8" if bits == 8 else "int4", scale="bf16" if fmt.scale == "e8m0" else fmt.scale)
+    scale = "bf16" if fmt.scale == "e8m0" else fmt.scale
+    return replace(fmt, dtype="int8" if bits == 8 else "int4", scale=scale)
 
 
 def _check_choice(field: str, value: object, choices: tuple[str, ...]) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import itertools
 import logging
 import re
 import warnings
@@ -140,6 +141,7 @@ def _undisturbed(model: nn.Module) -> Iterator[None]:
 def find_calls(graph: fx.Graph, weights: Mapping[str, str]) -> Iterator[CapturedCall]:
     """The projection calls of a captured graph, in the order they run."""
     source: dict[fx.Node, str] = {node: weights[node.name] for node in graph.nodes if node.name in weights}
+    taken: dict[fx.Node, str] = {}  # where a view of a weight is made
     for node in graph.nodes:
         if node.op not in ("call_function", "call_method"):
             continue
@@ -149,12 +151,22 @@ def find_calls(graph: fx.Graph, weights: Mapping[str, str]) -> Iterator[Captured
             yield from (CapturedCall(_site(node), weight, "linear", node) for weight in dict.fromkeys(read))
         elif isinstance(found, Call):
             shape = tuple(example(found.x).shape)
-            yield CapturedCall(_site(node), source[found.weight], operator_name(node.target), node, found.x, shape)
+            site = _common(taken.get(found.weight), _site(node))
+            yield CapturedCall(site, source[found.weight], operator_name(node.target), node, found.x, shape)
         elif isinstance(found, str):
             weight = next(source[v] for v in node.all_input_nodes if v in source)
             yield CapturedCall(_site(node), weight, operator_name(node.target), node, reason=found)
-        elif operator_name(node.target) in VIEWS and node.args and node.args[0] in source:
+        elif name_of(node) in VIEWS and node.args and node.args[0] in source:
             source[node] = source[node.args[0]]
+            taken[node] = _common(taken.get(node.args[0]), _site(node))
+
+
+def _common(first: str | None, second: str) -> str:
+    """The innermost module that both paths lie in; ``None`` is in any."""
+    if first is None:
+        return second
+    pairs = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(first.split("."), second.split("."), strict=False))
+    return ".".join(name for name, _ in pairs)
 
 
 def example(node: fx.Node) -> Tensor:
@@ -166,6 +178,11 @@ def example(node: fx.Node) -> Tensor:
 
 def _dim(value: Any) -> int:
     return example(value).dim()
+
+
+def name_of(node: fx.Node) -> str:
+    """What a node does to its first argument: :func:`operator_name`, or the attribute that it reads (``weight.T``)."""
+    return str(node.args[1]) if node.target is getattr else operator_name(node.target)
 
 
 def operator_name(target: Any) -> str:

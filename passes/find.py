@@ -10,7 +10,7 @@ every weight of two or more dimensions that a module's own code may multiply wit
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 
@@ -21,7 +21,7 @@ from torch.nn.utils import parametrize
 from gnmr_fx.errors import LazyParameterError, NoRecoverableOperatorError, PatternError
 from gnmr_fx.passes.plan import Finding, Plan, weight_paths
 from gnmr_fx.passes.trace import children_weights_in_code, graph_calls, operator_name_of, trace_site, unfit, weight_of
-from gnmr_fx.projections import Call
+from gnmr_fx.projections import Call, is_projection
 from gnmr_fx.units import LeftAlone, UnitSpec
 
 HEAD_NAMES = frozenset({
@@ -39,6 +39,8 @@ _NOT_PROJECTIONS: tuple[tuple[type | tuple[type, ...], str, str], ...] = (
 )
 _SILENT = (nn.Embedding, nn.EmbeddingBag, nn.LayerNorm, nn.RMSNorm, parametrize.ParametrizationList)
 """Modules whose weights are not multiplied with at all."""
+_CONTAINERS = (nn.ParameterList, nn.ParameterDict)
+"""Modules that have no forward: what they hold is used by the module that holds them."""
 
 
 def find(plan: Plan) -> Plan:
@@ -83,6 +85,7 @@ def _look(model: nn.Module) -> tuple[list[Finding], list[LeftAlone]]:
     """What each module's own code does with weights."""
     findings: list[Finding] = []
     left: list[LeftAlone] = []
+    sites: list[tuple[str, nn.Module, list[str], fx.Graph | None]] = []
     for path, module in model.named_modules():
         if isinstance(module, _SILENT):
             continue
@@ -104,8 +107,22 @@ def _look(model: nn.Module) -> tuple[list[Finding], list[LeftAlone]]:
             reason = unfit(parameter) or _computed(module, name)
             if parameter.dim() >= 2 and reason:
                 left.append(LeftAlone(_unit_name(path, name), "", tuple(parameter.shape), reason))
-        findings += _look_at(path, module)
+        if not isinstance(module, _CONTAINERS):
+            own = [n for n, p in _own_parameters(module) if p.dim() >= 2 and not unfit(p) and not _computed(module, n)]
+            sites.append((path, module, own, trace_site(module) if own else None))
+    handed = {id(module.get_parameter(n)) for _, module, own, graph in sites for n in _handed(own, graph)}
+    for path, module, own, graph in sites:
+        findings += _look_at(path, module, own, graph, handed)
     return findings, left
+
+
+def _handed(own: Sequence[str], graph: fx.Graph | None) -> set[str]:
+    """Weights among ``own`` that a traced forward with products does not read: if at all, it gets them as arguments."""
+    if graph is None or not any(
+        n.op in ("call_function", "call_method") and is_projection(n.target) for n in graph.nodes
+    ):
+        return set()
+    return set(own) - {str(node.target) for node in graph.nodes if node.op == "get_attr"}
 
 
 def _computed(module: nn.Module, parameter: str) -> str:
@@ -114,18 +131,22 @@ def _computed(module: nn.Module, parameter: str) -> str:
     return f"{weight} is computed from it before each forward" if isinstance(vars(module).get(weight), Tensor) else ""
 
 
-def _look_at(path: str, module: nn.Module) -> list[Finding]:
-    own = [
-        name
-        for name, p in module.named_parameters(recurse=False)
-        if p.dim() >= 2 and not unfit(p) and not _computed(module, name)
-    ]
-    if own:
-        graph = trace_site(module)
-        if graph is not None:
-            return list(_findings_in(path, module, graph))
-    reached = [*own, *(w for w in children_weights_in_code(module) if w not in own)]
-    return [Finding(path, weight, "") for weight in reached]
+def _look_at(
+    path: str, module: nn.Module, own: Sequence[str], graph: fx.Graph | None, handed: set[int]
+) -> list[Finding]:
+    reached = children_weights_in_code(module, handed)
+    passes_on = any(id(module.get_parameter(weight)) in handed for weight in reached)
+    if graph is not None and not passes_on:
+        return list(_findings_in(path, module, graph))
+    return [Finding(path, weight, "") for weight in (*own, *(w for w in reached if w not in own))]
+
+
+def _own_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Parameters that ``module`` holds itself, or in a list or mapping of parameters, with their paths."""
+    yield from module.named_parameters(recurse=False)
+    for name, child in module.named_children():
+        if isinstance(child, _CONTAINERS):
+            yield from child.named_parameters(prefix=name, recurse=False)
 
 
 def _findings_in(path: str, module: nn.Module, graph: fx.Graph) -> Iterator[Finding]:
@@ -154,8 +175,8 @@ def _merge_captured(plan: Plan, findings: list[Finding]) -> tuple[list[Finding],
         operator = operators.pop((finding.site, paths[id(weight)]), None)
         if operator is not None or finding.traced is not None:
             confirmed.append(replace(finding, operator=operator or finding.operator))
-        elif "." not in finding.weight:
-            name = _unit_name(finding.site, finding.weight)
+        elif any(finding.weight == own for own, _ in _own_parameters(plan.model.get_submodule(finding.site))):
+            name = _join(finding.site, finding.weight).removesuffix(".weight")
             left.append(LeftAlone(name, "", tuple(weight.shape), "no projection reads it in the captured forward"))
     for (site, weight_path), operator in operators.items():
         below = weight_path.removeprefix(f"{site}.") if site else weight_path

@@ -21,6 +21,7 @@ from dataclasses import replace
 from torch import Tensor, fx, nn
 
 from gnmr_fx import frozen
+from gnmr_fx.distributed import is_distributed
 from gnmr_fx.errors import AdapterError, QuantizedWeightError
 from gnmr_fx.passes.find import matches
 from gnmr_fx.passes.plan import Plan
@@ -38,7 +39,7 @@ def admit(plan: Plan) -> Plan:
 
     Raises:
         AdapterError: where no parameter of the model is trainable.
-        QuantizedWeightError: where a weight is quantized or sharded already, or no floating-point tensor.
+        QuantizedWeightError: where a weight is quantized already, or no floating-point tensor.
     """
     if plan.recipe.frozen is None:
         return plan
@@ -55,7 +56,7 @@ def admit(plan: Plan) -> Plan:
             raise QuantizedWeightError(
                 f"expected plain floating-point weights to quantize, for {plan.recipe}, found that of {name!r}: it is "
                 f"a {_class_name(parameter)} of {parameter.dtype} ({reason}); load the model without that library's "
-                "quantization, instrument it before it is sharded, or leave the operator alone with exclude=[...]"
+                "quantization, or leave the operator alone with exclude=[...]"
             )
     return plan
 
@@ -65,6 +66,7 @@ def freeze(plan: Plan) -> Plan:
 
     Raises:
         AdapterError: where none is left.
+        QuantizedWeightError: where one is sharded.
     """
     if plan.recipe.frozen is None:
         return plan
@@ -108,6 +110,12 @@ def _why_not(plan: Plan, unit: UnitSpec, spec: str) -> str:
         return TRAINABLE
     if _is_adapter(plan.model, unit.owner):
         return ADAPTER
+    if is_distributed(weight):
+        raise QuantizedWeightError(
+            f"expected plain weights to quantize, for {plan.recipe}, found that of {unit.name!r} sharded (a "
+            f"{type(weight.data).__name__}); call gnmr_fx.instrument first, and then fully_shard with the frozen "
+            "weights as ignored_params"
+        )
     if any(isinstance(module, nn.Embedding | nn.EmbeddingBag) for module, _ in holders_of(plan.model, weight)):
         return "an embedding reads it too"
     if _reads_a_part(plan, unit, weight):

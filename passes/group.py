@@ -14,7 +14,7 @@ from dataclasses import replace
 import networkx as nx
 from torch import fx
 
-from gnmr_fx.passes.capture import VIEWS, operator_name
+from gnmr_fx.passes.capture import VIEWS, name_of, operator_name
 from gnmr_fx.passes.plan import Plan, weight_paths
 
 _ALIASES = VIEWS - {"index_select", "chunk", "split", "unbind", "getitem", "__getitem__", "select", "narrow"}
@@ -54,7 +54,7 @@ def group(plan: Plan) -> Plan:
 
 
 def _undo_views(node: fx.Node) -> fx.Node:
-    while node.op in ("call_function", "call_method") and operator_name(node.target) in _ALIASES:
+    while node.op in ("call_function", "call_method") and name_of(node) in _ALIASES:
         first = node.args[0]
         if not isinstance(first, fx.Node):
             break

@@ -15,6 +15,8 @@ from __future__ import annotations
 
 import copy
 import functools
+import keyword
+import re
 import types
 from collections import defaultdict
 from collections.abc import Callable, Mapping
@@ -64,7 +66,7 @@ def _part_heads(forward: Forward, heads: set[str]) -> Forward:
 
 def handle_name(weight: str) -> str:
     """Attribute that carries the handle of ``weight`` (a path from the site) on the site's module."""
-    return HANDLE_PREFIX + weight.replace(".", "_")
+    return HANDLE_PREFIX + re.sub(r"\W", "_", weight)
 
 
 def _traced_forward(site: str, module: nn.Module, traced: fx.Graph, handles: Mapping[str, str]) -> Forward:
@@ -104,7 +106,7 @@ def guard_projections(module: nn.Module, graph: fx.Graph, handles: Mapping[str, 
 
 
 def _intercepted_forward(site: str, module: nn.Module, weights: list[str], handles: Mapping[str, str]) -> Forward:
-    pairs = ", ".join(f"(self.{weight}, self.{handle_name(weight)})" for weight in weights)
+    pairs = ", ".join(f"({_expression(weight)}, self.{handle_name(weight)})" for weight in weights)
     original = f"self.{ORIGINAL_FORWARD}(" if "forward" in module.__dict__ else "type(self).forward(self, "
     source = (
         "\ndef forward(self, *args, **kwargs):\n"
@@ -112,6 +114,14 @@ def _intercepted_forward(site: str, module: nn.Module, weights: list[str], handl
         f"        return {original}*args, **kwargs)\n"
     )
     return Forward(site, source, {"Intercept": Intercept}, handles, "intercepted")
+
+
+def _expression(path: str) -> str:
+    """Code that reads the attribute at ``path`` of ``self``, where names may be numbers (``experts.0.weight``)."""
+    code = "self"
+    for name in path.split("."):
+        code = f"{code}.{name}" if name.isidentifier() and not keyword.iskeyword(name) else f"getattr({code}, {name!r})"
+    return code
 
 
 def compile_forward(forward: Forward, original: Callable[..., Any]) -> Callable[..., Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dis
 import inspect
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from gnmr_fx.passes.capture import VIEWS, operator_name
+from gnmr_fx.passes.capture import VIEWS, name_of, operator_name
 from gnmr_fx.projections import UNKNOWN, Call, match
 
 _PRODUCTS = frozenset({
@@ -65,7 +65,7 @@ def graph_calls(module: nn.Module, graph: fx.Graph) -> Iterator[tuple[fx.Node, C
             if isinstance(call, Call):
                 call.weight.meta["read_by"] = node.target
             yield node, call
-        elif operator_name(node.target) in VIEWS and node.args and node.args[0] in weights:
+        elif name_of(node) in VIEWS and node.args and node.args[0] in weights:
             weights.add(node)
             node.meta["weight"] = node.args[0]
 
@@ -171,25 +171,29 @@ def _reads_tensor_or_module(module: nn.Module, instruction: dis.Instruction) -> 
     return name in module._parameters or name in module._buffers or name in module._modules
 
 
-def children_weights_in_code(module: nn.Module) -> list[str]:
+def children_weights_in_code(module: nn.Module, handed: Container[int] = ()) -> list[str]:
     """Weights of descendants that the module's own code reads directly, such as ``self.dt_proj.weight``.
 
     Found in the bytecode of ``forward`` and of the methods it calls on ``self``, where that code multiplies at all.
+
+    Args:
+        module: whose code is read.
+        handed: ids of parameters that their own modules get as arguments: who reads these passes them on.
     """
     found: list[str] = []
     multiplies = False
-    for code in _own_code(module):
+    for code, takes_self in _own_code(module):
         instructions = [i for i in dis.get_instructions(code) if i.opname not in ("CACHE", "NOP")]
         multiplies |= bool(_PRODUCTS & set(code.co_names)) or any(
             i.opname == "BINARY_OP" and i.argrepr == "@" for i in instructions
         )
-        own_name = code.co_varnames[0] if code.co_varnames else ""
+        own_name = code.co_varnames[0] if takes_self and code.co_varnames else ""
         for index, instruction in enumerate(instructions):
             if _names(instruction)[-1:] == (own_name,):
                 path = _attribute_chain(module, instructions[index + 1 :])
                 if path is not None and path not in found:
                     found.append(path)
-    return found if multiplies else []
+    return [path for path in found if multiplies or id(module.get_parameter(path)) in handed]
 
 
 def _attribute_chain(module: nn.Module, instructions: Sequence[dis.Instruction]) -> str | None:
@@ -199,6 +203,7 @@ def _attribute_chain(module: nn.Module, instructions: Sequence[dis.Instruction])
         if instruction.opname not in ("LOAD_ATTR", "LOAD_METHOD") or not isinstance(value, nn.Module):
             break
         names.append(str(instruction.argval))
+        holder = value
         value = getattr(value, names[-1], None)
         if isinstance(value, nn.Parameter):
             after = instructions[at + 1] if at + 1 < len(instructions) else None
@@ -206,25 +211,25 @@ def _attribute_chain(module: nn.Module, instructions: Sequence[dis.Instruction])
                 after is not None and after.opname == "LOAD_ATTR" and after.argval in ("dtype", "device", "shape")
             )
             fit = len(names) > 1 and value.dim() >= 2 and not unfit(value) and not reads_metadata
+            fit = fit and not isinstance(holder, torch.nn.modules.conv._ConvNd)  # read to be convolved with
             return ".".join(names) if fit else None
     return None
 
 
-def _own_code(module: nn.Module) -> Iterator[types.CodeType]:
+def _own_code(module: nn.Module) -> Iterator[tuple[types.CodeType, bool]]:
+    """The code of ``forward`` and of the methods that it names, and whether each takes the module first."""
     todo: list[Any] = [type(module).forward]
     seen: set[types.CodeType] = set()
     while todo:
-        function = inspect.unwrap(todo.pop())
-        code = getattr(function, "__code__", None)
+        function = todo.pop()
+        takes_self = not isinstance(function, staticmethod | classmethod)
+        code = getattr(inspect.unwrap(function), "__code__", None)
         if code is None or code in seen:
             continue
         seen.add(code)
-        yield code
-        todo += [
-            m
-            for name in code.co_names
-            if isinstance(m := inspect.getattr_static(type(module), name, None), types.FunctionType)
-        ]
+        yield code, takes_self
+        members = (inspect.getattr_static(type(module), name, None) for name in code.co_names)
+        todo += [member for member in members if isinstance(member, types.FunctionType | staticmethod | classmethod)]
 
 
 def _attribute(module: nn.Module, path: str) -> Any:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from gnmr_fx.passes.capture import capture, find_calls, inputs_from_config, operator_name, split_inputs
 from gnmr_fx.passes.plan import Plan
@@ -35,6 +36,22 @@ def test_every_covered_operator_and_views_of_weights():
     assert [(call.weight, call.operator) for call in plan.calls] == [
         ("a", "linear"), ("b", "matmul"), ("c", "matmul"), ("d", "einsum"), ("e", "addmm"),
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("transposed", [lambda w: w.T, lambda w: w.mT, lambda w: w.t(), lambda w: w.transpose(0, 1)])
+def test_transposed_weights(transposed: Callable[[Tensor], Tensor]) -> None:
+    """Dynamo shows ``w.T`` as a read of an attribute."""
+
+    class Product(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.randn(8, 8))
+
+        def forward(self, x: Tensor, skip: bool = False) -> Tensor:
+            return x if skip else x @ transposed(self.w)
+
+    plan = captured(Product(), torch.randn(3, 8))
+    assert [(call.weight, call.operator, call.shape) for call in plan.calls] == [("w", "matmul", (3, 8))]
 
 
 def test_a_childs_weight_is_attributed_to_the_caller():

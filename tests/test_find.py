@@ -14,7 +14,19 @@ from gnmr_fx.passes.find import find, matches
 from gnmr_fx.passes.plan import Plan, Selection
 from gnmr_fx.passes.trace import children_weights_in_code, trace_site
 from gnmr_fx.recipe import get_recipe
-from tests.toys import Block, Branching, ChildWeight, Ellipsis_, OwnParameters, ReadsTraining, Stack
+from tests.toys import (
+    Block,
+    Branching,
+    ChildWeight,
+    Ellipsis_,
+    Experts,
+    NumberedChildren,
+    OwnParameters,
+    ParameterContainers,
+    ReadsTraining,
+    Stack,
+    StaticHelper,
+)
 
 
 def found(model: nn.Module, inputs: object = None, **selection: tuple[str, ...]) -> Plan:
@@ -123,6 +135,49 @@ def test_a_childs_weight_is_one_unit_with_the_callers_site(inputs):
     plan = found(nn.Sequential(ChildWeight()), inputs)
     assert names(plan) == ["0.inner"]
     assert ("0", "inner.weight") in plan.units[0].sites
+
+
+@pytest.mark.parametrize("inputs", [None, torch.randn(2, 8)])
+def test_parameters_in_containers_belong_to_the_module_that_holds_the_container(inputs):
+    plan = found(nn.Sequential(ParameterContainers(), nn.Linear(8, 8)), inputs)
+    assert names(plan) == ["0.weights.0", "0.weights.1", "0.named.up-proj", "1"]
+    assert plan.units[0].sites == (("0", "weights.0"),)
+
+
+def test_a_parameter_in_a_container_that_no_projection_reads_is_listed():
+    class Sum(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.tables, self.out = nn.ParameterList([torch.randn(8, 8)]), nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.out(x + self.tables[0].sum(0)) if x.dim() else x
+
+    plan = found(Sum(), torch.randn(2, 8))
+    assert names(plan) == ["out"]
+    assert [(item.name, item.reason) for item in plan.left_alone] == [
+        ("tables.0", "no projection reads it in the captured forward")
+    ]
+
+
+def test_children_in_a_list_whose_weights_are_read():
+    plan = found(nn.Sequential(NumberedChildren()), torch.randn(2, 8))
+    assert names(plan) == ["0.experts.0", "0.experts.1"]
+    assert ("0", "experts.0.weight") in plan.units[0].sites
+
+
+@pytest.mark.parametrize("inputs", [None, torch.randn(2, 8)])
+def test_a_weight_that_is_handed_to_its_own_module_is_taken_where_it_is_read(inputs):
+    plan = found(nn.Sequential(Experts()), inputs)
+    assert names(plan) == ["0.mlp.w"]
+    assert plan.units[0].sites == (("0", "mlp.w"),)
+
+
+@pytest.mark.parametrize("inputs", [None, torch.randn(2, 8)])
+def test_a_static_method_multiplies_and_a_convolutions_weight_is_no_unit(inputs):
+    plan = found(StaticHelper(), inputs)
+    assert names(plan) == ["table"]
+    assert [(item.name, item.reason) for item in plan.left_alone] == [("conv", "a convolution is not a projection")]
 
 
 def test_one_parameter_is_one_unit():

@@ -560,6 +560,20 @@ def test_no_grad_and_checkpointing_compute_the_same(name: str, reentrant: bool) 
     assert all(map(torch.equal, [p.grad for p in model.parameters()], expected))
 
 
+@pytest.mark.parametrize("name", GEMM_RECIPES)
+def test_outputs_may_be_changed_in_place(name: str) -> None:
+    torch.manual_seed(0)
+    model, x = gnmr_fx.instrument(nn.Sequential(nn.Linear(16, 8)), name), torch.randn(2, 3, 16)
+    for which in ("low", "high"):
+        gnmr_fx.controller(model).force(which)
+        model(x).mul_(2.0).sum().backward()
+        changed = model[0].weight.grad.clone()
+        model.zero_grad()
+        (model(x) * 2.0).sum().backward()
+        assert torch.equal(changed, model[0].weight.grad)
+        model.zero_grad()
+
+
 def test_autocast() -> None:
     torch.manual_seed(0)
     layer, x = nn.Linear(64, 32), torch.randn(4, 64)

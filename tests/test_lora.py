@@ -360,9 +360,9 @@ def recorded(controller: ModelController, monkeypatch: pytest.MonkeyPatch) -> li
     seen: list[Tensor] = []
     update = runtime.update
 
-    def recording(state: Any, norms: Tensor, config: Any) -> Any:
+    def recording(state: Any, norms: Tensor, config: Any, **rest: Any) -> Any:
         seen.append(norms)
-        return update(state, norms, config)
+        return update(state, norms, config, **rest)
 
     monkeypatch.setattr(runtime, "update", recording)
     return seen
@@ -487,8 +487,10 @@ def test_the_budget_is_kept_and_weights_come_and_go() -> None:
     assert len(set(active)) > 1
 
 
-def ddp_steps(steps: int) -> tuple[list[list[float]], list[list[str]], list[list[float]]]:
+def steps_on_ranks(steps: int, kind: str) -> tuple[list[list[float]], list[list[str]], list[list[float]]]:
     """Norms and active units of each step, and the adapters in the end, on this rank."""
+    from torch.distributed.fsdp import fully_shard
+
     from tests.ranks import recorded as on_rank
 
     with readable_kernels():
@@ -496,9 +498,14 @@ def ddp_steps(steps: int) -> tuple[list[list[float]], list[list[str]], list[list
         model: Any = nn.Sequential(*(WithAdapter(nn.Linear(32, 32)) for _ in range(3)))
         config = gnmr_fx.GnmrConfig(alpha=1.01, beta=1.01, window=2, lock_steps=2, warmup_steps=1)
         gnmr_fx.instrument(model, INT8, max_active=1, config=config)
-        controller = gnmr_fx.controller(model)
-        call = nn.parallel.DistributedDataParallel(model) if torch.distributed.is_initialized() else model
-        optimizer = torch.optim.SGD((p for p in model.parameters() if p.requires_grad), lr=0.1)
+        controller, call = gnmr_fx.controller(model), model
+        if kind == "ddp":
+            call = nn.parallel.DistributedDataParallel(model)
+        if kind == "fsdp":
+            frozen = {p for p in model.parameters() if not p.requires_grad}
+            for module in (*model, model):
+                fully_shard(module, ignored_params=frozen)
+        optimizer = torch.optim.SGD((p for p in model.parameters() if p.requires_grad), lr=0.01)
         active = []
         with on_rank() as norms:
             for step in range(steps):
@@ -507,17 +514,41 @@ def ddp_steps(steps: int) -> tuple[list[list[float]], list[list[str]], list[list
                 optimizer.step()
                 optimizer.zero_grad()
                 active.append(controller.active)
-        return norms, active, [p.flatten().tolist() for p in model.parameters() if p.requires_grad]
+        assert all(isinstance(unit.weight, FrozenWeight) for unit in controller.units)
+        adapters = [p.full_tensor() if kind == "fsdp" else p for p in model.parameters() if p.requires_grad]
+        return norms, active, [p.flatten().tolist() for p in adapters]
 
 
-def test_ddp_decides_as_one_process() -> None:
-    norms, active, adapters = ddp_steps(6)
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_ranks_decide_as_one_process(kind: str) -> None:
+    norms, active, adapters = steps_on_ranks(6, "alone")
     assert any(active)
-    for rank_norms, rank_active, rank_adapters in on_ranks(2, ddp_steps, 6):
+    for rank_norms, rank_active, rank_adapters in on_ranks(2, steps_on_ranks, 6, kind):
         assert torch.allclose(torch.tensor(rank_norms), torch.tensor(norms), rtol=1e-5)
         assert rank_active == active
         for found, expected in zip(rank_adapters, adapters, strict=True):
             assert found == pytest.approx(expected, rel=1e-4, abs=1e-6)
+
+
+def shards(first: bool) -> str:
+    """What is raised where FSDP2 shards the frozen weights as well, before ``instrument`` or after it."""
+    from torch.distributed.fsdp import fully_shard
+
+    model: Any = nn.Sequential(WithAdapter(nn.Linear(32, 32)))
+    with pytest.raises(gnmr_fx.GnmrError) as caught:  # noqa: PT012
+        if first:
+            fully_shard(model)
+        gnmr_fx.instrument(model, INT8)
+        fully_shard(model)
+        model(torch.ones(2, 32))
+    return f"{type(caught.value).__name__}: {caught.value}"
+
+
+def test_sharded_base_weights_are_refused() -> None:
+    for first, error in ((True, "QuantizedWeightError"), (False, "FrozenWeightError")):
+        for message in on_ranks(1, shards, first):
+            assert message.startswith(error)
+            assert "ignored_params" in message
 
 
 # PEFT -----------------------------------------------------------------------------------------------------------------
@@ -797,7 +828,7 @@ def test_weights_that_are_unfrozen_or_replaced_afterwards() -> None:
     with pytest.raises(errors.FrozenWeightError, match="needs a gradient"):
         model(torch.ones(2, 32))
     model[0].inner.weight = nn.Parameter(torch.zeros(16, 32), requires_grad=False)
-    with pytest.raises(errors.FrozenWeightError, match="FSDP2"):
+    with pytest.raises(errors.FrozenWeightError, match="ignored_params"):
         model(torch.ones(2, 32))
     assert any("replaced" in note for row in gnmr_fx.table(model).units for note in row.notes)
     gnmr_fx.uninstrument(model)

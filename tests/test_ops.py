@@ -93,6 +93,32 @@ def test_compiled_is_eager_for_every_format(backend):
                 assert torch.allclose(ours, theirs, rtol=1e-5, atol=1e-5 * float(theirs.abs().max())), (fmt, guard)
 
 
+@pytest.mark.parametrize("backend", [None, "aot_eager"])
+@pytest.mark.parametrize("call", CALLS)
+def test_the_output_may_be_changed_in_place(call, backend):
+    """As that of the stock operator may: products of more than two dimensions end in a view."""
+    kind, extra, x_shape, w_shape, b_shape = CALLS[call]
+    torch.manual_seed(0)
+    tensors = [torch.randn(shape).requires_grad_() for shape in (x_shape, w_shape)]
+    b = None if b_shape is None else torch.randn(b_shape)
+    h = handle("none", "int8", True)
+
+    def guarded(x: Tensor, w: Tensor) -> Tensor:
+        out = guarded_projection(kind, extra, x, w, b, None, h, True)
+        out += 1
+        out.mul_(x.sum())
+        return out.square().sum()
+
+    def readable(x: Tensor, w: Tensor) -> Tensor:
+        out = guarded_projection(kind, extra, x, w, b, None, h, True)
+        return ((out + 1) * x.sum()).square().sum()
+
+    function = guarded if backend is None else torch.compile(guarded, backend=backend, fullgraph=True)
+    expected = torch.autograd.grad(readable(*tensors), tensors)
+    for ours, theirs in zip(torch.autograd.grad(function(*tensors), tensors), expected, strict=True):
+        assert torch.allclose(ours, theirs, rtol=1e-5, atol=1e-5 * float(theirs.abs().max()))
+
+
 @pytest.mark.parametrize("fmt", FORMATS)
 def test_non_finite_activations_are_not_hidden(fmt):
     for bad in (float("inf"), -float("inf"), float("nan")):

@@ -140,6 +140,8 @@ def test_named_recipes() -> None:
         "gemm-int8-bf16": "gemm-int8-bf16 (GEMMs int8 token sym x token sym -> full, saved none)",
         "gemm-fp8-bf16": "gemm-fp8-bf16 (GEMMs fp8_e4m3 token x token -> full, saved none)",
         "gemm-fp8-tensor-bf16": "gemm-fp8-tensor-bf16 (GEMMs fp8_e4m3 tensor x tensor -> full, saved none)",
+        "lora-int8-bf16": "lora-int8-bf16 (weights int8 token -> exact, which are on the host)",
+        "lora-nf4-bf16": "lora-nf4-bf16 (weights nf4 -> exact, which are on the host)",
     }
     assert get_recipe() is RECIPES[DEFAULT_RECIPE] is get_recipe("saved-int4-int8")
     with pytest.raises(TypeError):

@@ -20,7 +20,18 @@ from gnmr_fx.passes.check import check
 from gnmr_fx.passes.plan import Plan
 from gnmr_fx.passes.rewrite import compile_forward
 from gnmr_fx.recipe import get_recipe
-from tests.toys import Branching, ChildWeight, Ellipsis_, OwnParameters, ReadsTraining, Stack
+from tests.toys import (
+    Branching,
+    ChildWeight,
+    Ellipsis_,
+    Experts,
+    NumberedChildren,
+    OwnParameters,
+    ParameterContainers,
+    ReadsTraining,
+    Stack,
+    StaticHelper,
+)
 
 
 def planned(model: nn.Module, inputs: object = None) -> Plan:
@@ -166,16 +177,37 @@ def test_runner_logs_and_dumps(tmp_path, caplog):
     with caplog.at_level(logging.DEBUG, logger="gnmr_fx.passes.pipeline"):
         pipeline.run(Plan(Stack().train(), get_recipe(), example_inputs=torch.randn(2, 8)), dump=tmp_path)
     names = [step.__name__ for step in pipeline.PASSES]
-    assert names == ["capture", "find", "group", "rewrite", "check"]
+    assert names == ["admit", "capture", "find", "freeze", "group", "rewrite", "check"]
     ours = [record.message for record in caplog.records if record.name == "gnmr_fx.passes.pipeline"]
     assert [message.partition(":")[0] for message in ours] == names
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         "00_before.txt", *(f"{i:02d}_{name}.txt" for i, name in enumerate(names, 1)),
     ]  # fmt: skip
-    assert "guarded_projection" in (tmp_path / "04_rewrite.txt").read_text()
+    assert "guarded_projection" in (tmp_path / "06_rewrite.txt").read_text()
 
 
 def test_compiled_forwards_are_cached_by_content():
     plan = planned(Stack())
     first, second = (compile_forward(f, nn.Linear.forward) for f in plan.forwards[:2])
     assert first is second
+
+
+@pytest.mark.parametrize("backend", [None, "aot_eager"])
+@pytest.mark.parametrize("kind", [ParameterContainers, NumberedChildren, StaticHelper, Experts])
+def test_weights_in_containers_and_of_children_are_guarded(kind: type[nn.Module], backend: str | None) -> None:
+    model, x = kind(), torch.randn(4, 8)
+    stock = copy.deepcopy(model)
+    gnmr_fx.instrument(model, "saved-int4-bf16", example_inputs=x)
+    controller = gnmr_fx.controller(model)
+    call = model if backend is None else torch.compile(model, backend=backend, fullgraph=True)
+    weights = {f"{unit.spec.owner}.{unit.spec.parameter}" for unit in controller.units}
+    stock(x).square().sum().backward()
+    expected = {name: p.grad for name, p in stock.named_parameters()}
+    for guards in ("high", "low"):
+        controller.force(guards)
+        model.zero_grad()
+        call(x).square().sum().backward()
+        close = {n: torch.allclose(p.grad, expected[n], rtol=1e-5, atol=1e-5) for n, p in model.named_parameters()}
+        assert {name for name, same in close.items() if not same} == (weights if guards == "low" else set())
+    gnmr_fx.uninstrument(model)
+    assert torch.equal(model(x), stock(x))

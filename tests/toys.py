@@ -75,6 +75,75 @@ class ChildWeight(nn.Module):
         return (self.inner.weight @ x.transpose(-1, -2)).transpose(-1, -2) * self.scale
 
 
+class ParameterContainers(nn.Module):
+    """Weights in a list and in a mapping of parameters, one of them multiplied with on request only."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(torch.randn(width, width) for _ in range(2))
+        self.named = nn.ParameterDict({"up-proj": torch.randn(width, width), "scale": torch.ones(width)})
+
+    def forward(self, x: Tensor, again: bool = True) -> Tensor:
+        for weight in self.weights:
+            x = torch.tanh(F.linear(x, weight))
+        return F.linear(x, self.named["up-proj"]) * self.named["scale"] if again else x
+
+
+class NumberedChildren(nn.Module):
+    """Reads the weights of children in a list, and never calls them."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(width, width) for _ in range(2))
+
+    def forward(self, x: Tensor, bias: bool = True) -> Tensor:
+        for expert in self.experts:
+            x = torch.tanh(F.linear(x, expert.weight, expert.bias if bias else None))
+        return x
+
+
+class StaticHelper(nn.Module):
+    """A child's weight goes to a static method, which multiplies."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.table = nn.Embedding(width, width)
+        self.conv = nn.Conv1d(width, width, 1)
+
+    @staticmethod
+    def product(x: Tensor, weight: Tensor) -> Tensor:
+        return x @ weight.float()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.conv1d(x.unsqueeze(-1), self.conv.weight, self.conv.bias).squeeze(-1) if x.dim() == 2 else x
+        return self.product(x, self.table.weight.reshape(x.shape[-1], -1))
+
+
+class Expert(nn.Module):
+    """Holds weights, and multiplies with those that it is handed."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(2 * width, width))
+
+    def forward(self, x: Tensor, w: Tensor) -> Tensor:
+        return x.matmul(w.t())
+
+
+class Experts(nn.Module):
+    """Hands slices of a child's weight to that child."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.mlp = Expert(width)
+
+    def forward(self, x: Tensor, count: int = 2) -> Tensor:
+        w = self.mlp.w.view(2, -1, x.shape[-1])
+        for i in range(count):
+            x = torch.tanh(self.mlp(x, w[i]))
+        return x
+
+
 class Block(nn.Module):
     """Two readers of one tensor, then a third."""
 
@@ -169,7 +238,7 @@ class WithAdapter(nn.Module):
     def __init__(self, inner: nn.Linear, rank: int = 2) -> None:
         super().__init__()
         self.inner = inner.requires_grad_(False)
-        self.a = nn.Parameter(torch.randn(rank, inner.in_features))
+        self.a = nn.Parameter(torch.randn(rank, inner.in_features) / inner.in_features)
         self.b = nn.Parameter(torch.randn(inner.out_features, rank))
 
     def forward(self, x: Tensor) -> Tensor:

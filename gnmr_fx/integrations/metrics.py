@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from gnmr_fx.controller import capacity
 from gnmr_fx.instrument import ModelController, controller
 from gnmr_fx.operator_rows import unit_rows
 
@@ -51,12 +52,12 @@ def step_metrics(installed: ModelController, kept: KeptBytes | None = None) -> d
     Returns:
         A flat dictionary. Always there: ``active_units`` (units on the recovery path now), ``budget`` (at most as many
         units; for a budget in bytes or operations as given) and ``budget_use`` (the share of it that is in use; 0 for a
-        budget of 0). After a pass in training mode: ``bytes_saved`` (what the
-        low-cost path keeps less than PyTorch does) and ``bytes_recovered`` (what the active units keep in addition).
-        After a step: ``over_threshold``, ``refused`` (units in this step), ``over_threshold_share`` (share of all
-        unit-steps so far); and, unless no unit had a gradient, ``highest_gnmr`` and ``highest_delta_gnmr``
-        (dimensionless, ``inf`` for a norm that is not finite; under another signal its level and its change) with the
-        units' names, ``highest_gnmr_unit`` and ``highest_delta_gnmr_unit``.
+        budget of 0). After a pass in training mode: ``bytes_saved`` (what the low-cost path keeps less than PyTorch
+        does) and ``bytes_recovered`` (what the active units keep in addition). After a step: ``over_threshold``,
+        ``refused`` (units in this step), ``over_threshold_share`` (share of all unit-steps so far); and, unless no unit
+        had a gradient, ``highest_gnmr`` and ``highest_delta_gnmr`` (dimensionless, ``inf`` for a norm that is not
+        finite; under another signal its level and its change) with the units' names, ``highest_gnmr_unit`` and
+        ``highest_delta_gnmr_unit``.
     """
     active = installed.flags.tolist()
     budget, use = _budget(installed, active)
@@ -85,10 +86,9 @@ def _budget(installed: ModelController, active: list[bool]) -> tuple[float | int
     if installed.config.budget_unit == "units":
         units = min(int(installed.max_active), len(active))
         return units, sum(active) / units if units else 0.0
-    costs = [max(cost, 0) for cost in installed.costs()]
-    limit = installed.max_active * (sum(costs) if isinstance(installed.max_active, float) else 1)
-    used = sum(cost for cost, on in zip(costs, active, strict=True) if on)
-    return installed.max_active, used / limit if limit else 0.0
+    costs = torch.tensor(installed.costs(), dtype=torch.float64).clamp_(min=0.0)
+    limit = capacity(installed.max_active, costs)
+    return installed.max_active, float(costs[installed.flags].sum()) / limit if limit else 0.0
 
 
 def _highest(ratios: Tensor, missing: Tensor) -> int:
