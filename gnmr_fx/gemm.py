@@ -198,12 +198,18 @@ def _scaled_mm_tiles(left: Matrix, right: Matrix, dtype: torch.dtype) -> Tensor:
     return scaled_mm(left.codes, right.codes.t(), scale_a, recipe_a, scale_b.t(), recipe_b, output_dtype=dtype)
 
 
+def cpu_multiplies_int8() -> bool:
+    """Whether the CPU has instructions for products of int8 (AVX-512 VNNI, AMX); else torch's kernel is a slow loop."""
+    return torch.cpu._is_vnni_supported() or torch.cpu._is_amx_tile_supported()
+
+
 def _candidate(operands: Operands, device: torch.device) -> Kernel | None:
     """The kernel that multiplies such operands, where this kind of device has one that is not a slow reference."""
     left, right = operands.left, operands.right
     if left.symmetric and right.symmetric and left.granularity == right.granularity == "token":
-        on_cuda = device.type == "cuda"
-        return Kernel("torch._int_mm", _int_mm, (1, 8, 8) if on_cuda else (1, 1, 1), 17 if on_cuda else 1)
+        if device.type == "cuda":
+            return Kernel("torch._int_mm", _int_mm, (1, 8, 8), 17)
+        return Kernel("torch._int_mm", _int_mm) if device.type == "cpu" and cpu_multiplies_int8() else None
     # On the CPU, products of fp8 are a reference that takes seconds.
     fp8 = left.is_fp8 and right.is_fp8 and "fp8_e4m3" in (left.dtype, right.dtype)
     if not fp8 or device.type != "cuda" or left.scale != "fp32" or right.scale != "fp32":

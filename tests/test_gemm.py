@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import random
 from collections.abc import Iterator
@@ -37,10 +38,22 @@ FP8_ROW = Format("fp8_e4m3", "token", scale="fp32")
 
 
 @pytest.fixture(autouse=True)
-def _readable() -> Iterator[None]:
-    """The readable code gives the same bits and builds nothing."""
-    with readable_kernels():
+def _anywhere() -> Iterator[None]:
+    """The readable code, which gives the same bits and builds nothing; and a CPU that multiplies int8, whatever this
+    one does: torch's kernel gives the same numbers slowly."""
+    with readable_kernels(), int8_cpu(True):
         yield
+
+
+@contextlib.contextmanager
+def int8_cpu(multiplies: bool) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gemm, "cpu_multiplies_int8", lambda: multiplies)
+        gemm.native_kernel.cache_clear()
+        gemm._backend.cache_clear()
+        yield
+    gemm.native_kernel.cache_clear()
+    gemm._backend.cache_clear()
 
 
 def handle(recipe: Recipe, active: bool = False) -> Handle:
@@ -490,6 +503,17 @@ def test_the_table_shows_what_runs() -> None:
     model = gnmr_fx.instrument(nn.Sequential(nn.Linear(32, 16)), dynamic_gemm(INT8, backend="emulated"))
     model(torch.randn(4, 32)).sum().backward()
     assert gnmr_fx.table(model).rows[0]["backends"] == [["emulated", "full"]] * 3
+
+
+def test_a_slow_reference_is_no_native_kernel() -> None:
+    """On a CPU without instructions for it torch's int8 product is a loop, much slower than a product of floats."""
+    with int8_cpu(False):
+        model = gnmr_fx.instrument(nn.Sequential(nn.Linear(32, 16)), "gemm-int8-bf16")
+        model(torch.randn(4, 32)).sum().backward()
+        assert gnmr_fx.table(model).rows[0]["backends"] == [["emulated", "full"]] * 3
+        gnmr_fx.uninstrument(model)
+        with pytest.raises(NativeKernelError, match="slow reference"):
+            gnmr_fx.instrument(model, dynamic_gemm(INT8, backend="native"))
 
 
 def test_native_where_there_is_no_kernel() -> None:
