@@ -58,6 +58,7 @@ def test_snippets_of_the_docs_run(page: str, tmp_path: Path, monkeypatch: pytest
     ids = torch.randint(0, 64, (2, 8))
     model, data = llama().model.train(), [{"input_ids": ids, "labels": ids}] * 2
     scope: dict[str, Any] = {
+        "__name__": "__main__",
         "gnmr_fx": gnmr_fx,
         "model": model,
         "step_model": model,
