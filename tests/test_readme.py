@@ -76,7 +76,7 @@ def test_snippets_of_the_docs_run(page: str, tmp_path: Path, monkeypatch: pytest
     if page == "saved-activations.md":
         assert gnmr_fx.table(model).scope == gnmr_fx.AllSaved()
     if page == "lora.md":
-        assert gnmr_fx.table(model).recipe == gnmr_fx.RECIPES["lora-int8-bf16"]
+        assert gnmr_fx.table(scope["model"]).recipe == gnmr_fx.RECIPES["lora-int8-bf16"]
     if page == "signals.md":
         assert scope["found"].units
         assert (tmp_path / "audit.png").exists()
