@@ -23,12 +23,11 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from gnmr_fx import formats, kernels
 from gnmr_fx.formats import Encoded
-from gnmr_fx.recipe import NF4, Format, Residual
+from gnmr_fx.recipe import NF4, Residual, parse_format
 
 __all__ = ["FrozenWeight", "decode", "encode", "nbytes", "unfit"]
 
 _NF4_BLOCK, _NF4_SCALER_BLOCK, _NF4_VALUES = 64, 256, 16
-_parse = functools.cache(Format.parse)
 
 
 # --- formats --------------------------------------------------------------------------------------------------------
@@ -42,7 +41,7 @@ def encode(weight: Tensor, spec: str) -> Encoded:
     """
     weight = weight.detach()
     if spec != NF4:
-        return kernels.encode(weight.contiguous(), _parse(spec))
+        return kernels.encode(weight.contiguous(), parse_format(spec))
     blocks = weight.numel() // _NF4_BLOCK
     stored = _torchao().to_nf4(weight.reshape(-1), _NF4_BLOCK, math.gcd(blocks, _NF4_SCALER_BLOCK))
     payload = torch.cat((stored.quantized_data, stored.quantized_scalers.view(torch.uint8)))
@@ -52,7 +51,7 @@ def encode(weight: Tensor, spec: str) -> Encoded:
 def decode(encoded: Encoded, spec: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     """The weight of that shape, as ``encoded`` stores it, in ``dtype``; contiguous."""
     if spec != NF4:
-        return kernels.decode(encoded, _parse(spec), shape, dtype)
+        return kernels.decode(encoded, parse_format(spec), shape, dtype)
     count = math.prod(shape)
     codes, scalers = encoded.payload[: count // 2], encoded.payload[count // 2 :].view(torch.int8)
     mean, values, factors = encoded.scales.split((1, _NF4_VALUES, encoded.scales.numel() - 1 - _NF4_VALUES))
@@ -74,7 +73,7 @@ def _torchao() -> Any:
 def nbytes(shape: Sequence[int], spec: str, dtype: torch.dtype) -> int:
     """Bytes of a weight of that shape and dtype in the low-cost format, scales included."""
     if spec != NF4:
-        return formats.nbytes(shape, _parse(spec), dtype)
+        return formats.nbytes(shape, parse_format(spec), dtype)
     count = math.prod(shape)
     blocks = count // _NF4_BLOCK
     factors = blocks // math.gcd(blocks, _NF4_SCALER_BLOCK)

@@ -26,7 +26,7 @@ from gnmr_fx.errors import (
 )
 from gnmr_fx.formats import Encoded
 from gnmr_fx.frozen import FrozenWeight, decode
-from gnmr_fx.projections import KINDS
+from gnmr_fx.projections import KINDS, autocast
 from gnmr_fx.units import Handle, place_of, unit_at
 
 _library = torch.library.Library("gnmr_fx", "FRAGMENT")
@@ -214,9 +214,8 @@ def frozen_projection(
     spec = handle.frozen.spec
     if not isinstance(w, FrozenWeight) or w.requires_grad:
         raise FrozenWeightError(_not_the_weight(w, spec))
-    cast = KINDS[kind].autocast and torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64
+    cast, dtype = autocast(kind, x)
     if cast and x.is_floating_point():
-        dtype = torch.get_autocast_dtype(x.device.type)
         x, b = x.to(dtype), None if b is None else b.to(dtype)
     elif x.dtype != w.dtype:
         raise UnsupportedInputError(

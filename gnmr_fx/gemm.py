@@ -23,7 +23,7 @@ from gnmr_fx import distributed, kernels
 from gnmr_fx.errors import DoubleBackwardError, NativeKernelError, UnsupportedInputError
 from gnmr_fx.formats import Encoded, from_groups, layout
 from gnmr_fx.projections import KINDS, no_view, split_equation
-from gnmr_fx.recipe import FULL, Backend, Format, GemmPaths, GemmRecipe, Operands
+from gnmr_fx.recipe import FULL, Backend, Format, GemmPaths, GemmRecipe, Operands, parse_format
 from gnmr_fx.units import Kept, announce, measure, observe, observe_backends
 
 NAMESPACE = "gnmr_fx"
@@ -518,7 +518,9 @@ def _output_op(
     kept = None
     if stored and tuple(size) == tuple(x.shape):
         high_is_there = stored[2].size(0) > 0
-        kept = (Encoded(*stored[2:]), _parse(high)) if high_is_there else (Encoded(*stored[:2]), _parse(low))
+        kept = (
+            (Encoded(*stored[2:]), parse_format(high)) if high_is_there else (Encoded(*stored[:2]), parse_format(low))
+        )
     return output(x, w, b, offs, bool(active), seed, kind, extra, parsed, kept).contiguous()
 
 
@@ -548,9 +550,6 @@ def _grad_weight_op(
     *spec: str,
 ) -> Tensor:
     return grad_weight(g, x, w, offs, bool(active), seed, kind, extra, Spec(*spec)).contiguous()  # type: ignore[arg-type]
-
-
-_parse = functools.cache(Format.parse)
 
 
 @torch.library.register_fake(f"{NAMESPACE}::latch", lib=_library)
@@ -630,7 +629,7 @@ class GuardedGemms(torch.autograd.Function):
         stored = None
         if encoded and tuple(size) == tuple(x.shape):
             payload, scales = encoded[2:] if active else encoded[:2]
-            stored = Encoded(payload, scales), _parse(high if active else low)
+            stored = Encoded(payload, scales), parse_format(high if active else low)
         return no_view(output(x, w, b, offs, active, seed, kind, extra, spec, stored))
 
     @staticmethod

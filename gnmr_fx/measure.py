@@ -8,21 +8,17 @@ its next decision.
 
 from __future__ import annotations
 
-import functools
-
 import torch
 from torch import Tensor
 
 from gnmr_fx import kernels
-from gnmr_fx.recipe import Format
+from gnmr_fx.recipe import Format, parse_format
 
 SAMPLE = 1 << 14
 """Elements, or one row where that has more, that a measurement looks at: rows at equal distances, other ones each time.
 The error of 128 groups of 128 is that of the tensor to about 2% where its rows are alike."""
 MAX_TENSORS = 4
 """Tensors of one unit that one measurement looks at: its operands, in the first micro-batches."""
-
-_parse = functools.cache(Format.parse)
 
 
 def sample(x: Tensor, fmt: Format, offset: int = 0) -> tuple[Tensor, int]:
@@ -96,7 +92,7 @@ class Probe:
             sums = self._sums.get(x.device)
             if sums is None:
                 sums = self._sums[x.device] = torch.zeros(2, self.num_units, dtype=torch.float64, device=x.device)
-            sums[0, index] += squared_error(x, _parse(spec), seed, self._offset)
+            sums[0, index] += squared_error(x, parse_format(spec), seed, self._offset)
             sums[1, index] += 1.0
 
     def sums(self, device: torch.device) -> Tensor:

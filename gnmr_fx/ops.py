@@ -17,7 +17,6 @@ mode the guard is read in Python and only the one that is needed is made.
 
 from __future__ import annotations
 
-import functools
 import importlib
 import sys
 from typing import Any
@@ -34,16 +33,14 @@ from gnmr_fx.distributed import Layout, layout_of, local_value
 from gnmr_fx.errors import DoubleBackwardError, UnsupportedBackendError, UnsupportedTransformError
 from gnmr_fx.formats import Encoded, empty_encoded
 from gnmr_fx.frozen_ops import frozen_projection
-from gnmr_fx.projections import KINDS, no_view
-from gnmr_fx.recipe import Format
+from gnmr_fx.projections import KINDS, autocast, no_view
+from gnmr_fx.recipe import parse_format
 from gnmr_fx.scope import AllSaved
 from gnmr_fx.units import Handle, Kept, Marker, announce, mark, measure, observe, observe_scope
 
 NAMESPACE = "gnmr_fx"
 HEAD_KEY = "gnmr_fx_loss_head"
 """Graph nodes of an output head have this key in ``meta["custom"]``."""
-
-_parse = functools.cache(Format.parse)
 
 _library = torch.library.Library(NAMESPACE, "DEF")
 _library.define("save_low(Tensor x, Tensor? seed, str fmt) -> (Tensor, Tensor)", tags=(torch.Tag.pt2_compliant_tag,))
@@ -66,7 +63,7 @@ _library.define(
 
 
 def _save_low(x: Tensor, seed: Tensor | None, fmt: str) -> tuple[Tensor, Tensor]:
-    return kernels.encode(x, _parse(fmt), seed)
+    return kernels.encode(x, parse_format(fmt), seed)
 
 
 def _save_high(
@@ -83,7 +80,7 @@ def _save_high(
     observe(guard, Kept(tuple(x.shape), x.dtype))
     announce(guard)
     measure(guard, x, low)
-    parsed = _parse(fmt)
+    parsed = parse_format(fmt)
     needed = guard.item() and low != fmt  # a recipe may have the same format twice
     return kernels.encode(x, parsed, seed) if needed else empty_encoded(x, parsed, 0)
 
@@ -108,8 +105,8 @@ def _keep(
     observe(guards[0], Kept(tuple(x.shape), x.dtype, role, low))
     for guard in guards:
         measure(guard, x, low)
-    parsed = _parse(high)
-    encoded = kernels.encode(x, _parse(low), seed)
+    parsed = parse_format(high)
+    encoded = kernels.encode(x, parse_format(low), seed)
     if low != high and any(guard.item() for guard in guards):
         return (*encoded, *kernels.encode(x, parsed, seed))
     return (*encoded, *empty_encoded(x, parsed, 0))
@@ -137,8 +134,8 @@ def _restore(
     after: Tensor | None = None,
 ) -> Tensor:
     if high_payload.size(0):
-        return kernels.decode(Encoded(high_payload, high_scales), _parse(high), size, dtype)
-    return kernels.decode(Encoded(low_payload, low_scales), _parse(low), size, dtype)
+        return kernels.decode(Encoded(high_payload, high_scales), parse_format(high), size, dtype)
+    return kernels.decode(Encoded(low_payload, low_scales), parse_format(low), size, dtype)
 
 
 _PARTITION = "gnmr_fx.passes.partition"
@@ -157,7 +154,7 @@ def remove_partitioner() -> None:
 
 @torch.library.register_fake(f"{NAMESPACE}::save_low", lib=_library)
 def _save_low_fake(x: Tensor, seed: Tensor | None, fmt: str) -> tuple[Tensor, Tensor]:
-    return empty_encoded(x, _parse(fmt))
+    return empty_encoded(x, parse_format(fmt))
 
 
 @torch.library.register_fake(f"{NAMESPACE}::save_high", lib=_library)
@@ -172,14 +169,17 @@ def _save_high_fake(
 ) -> tuple[Tensor, Tensor]:
     if scope:
         install_partitioner()
-    return empty_encoded(x, _parse(fmt), _dynamic_size())
+    return empty_encoded(x, parse_format(fmt), _dynamic_size())
 
 
 @torch.library.register_fake(f"{NAMESPACE}::keep", lib=_library)
 def _keep_fake(
     x: Tensor, guards: list[Tensor], seed: Tensor | None, low: str, high: str, role: str
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return (*empty_encoded(x, _parse(low)), *empty_encoded(x, _parse(high), 0 if low == high else _dynamic_size()))
+    return (
+        *empty_encoded(x, parse_format(low)),
+        *empty_encoded(x, parse_format(high), 0 if low == high else _dynamic_size()),
+    )
 
 
 @torch.library.register_fake(f"{NAMESPACE}::copy", lib=_library)
@@ -385,7 +385,7 @@ def _guarded_projection(
 ) -> Tensor:
     layout = layout_of(x)
     source, active, stored = local_value(x), False, None
-    cast, dtype = _autocast(kind, x)
+    cast, dtype = autocast(kind, x)
     if eager:
         _refuse_transforms()
         announce(handle.guard)
@@ -408,12 +408,6 @@ def _guarded_projection(
         scoped = (local_value(w.detach()), str(handle.scope), handle.low) if handle.scope is not None else ()
         high = torch.ops.gnmr_fx.save_high(saved, handle.guard, handle.seed, handle.high, *scoped)
     return _Guarded.apply(x, w, b, offs, *low, *high, kind, extra, handle.low, handle.high, stored, layout)
-
-
-def _autocast(kind: str, x: Tensor) -> tuple[bool, torch.dtype]:
-    """Whether autocast casts the operands, and the dtype that the projection is computed in."""
-    cast = KINDS[kind].autocast and torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64
-    return cast, torch.get_autocast_dtype(x.device.type) if cast else x.dtype
 
 
 def _refuse_transforms() -> None:
@@ -441,7 +435,7 @@ def _low_precision(
     if not training and spec.is_full:
         return stock_projection(kind, extra, x, w, b, offs)
     gemm.check_operands(x, w, kind)
-    cast, dtype = _autocast(kind, x)
+    cast, dtype = autocast(kind, x)
     source = x
     if cast:
         x, w, b = x.to(dtype), w.to(dtype), None if b is None else b.to(dtype)
@@ -488,7 +482,7 @@ def _encode_eager(
     spec, other = (handle.high, handle.low) if active else (handle.low, handle.high)
     measure(handle.guard, x, handle.low)
     saver = handle.saver
-    nothing = empty_encoded(x, _parse(other), 0)
+    nothing = empty_encoded(x, parse_format(other), 0)
     shared = saver.find(x, spec) if saver is not None else None
     if shared is not None:
         encoded, stored = shared
@@ -497,7 +491,7 @@ def _encode_eager(
     key = handle.memo.key(source, x.dtype, spec)
     encoded = handle.memo.get(key)
     if encoded is None:
-        encoded = kernels.encode(x, _parse(spec), handle.seed)
+        encoded = kernels.encode(x, parse_format(spec), handle.seed)
         handle.memo.put(key, source, encoded)
         if saver is not None:
             saver.remember(x, spec, encoded)

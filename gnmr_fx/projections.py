@@ -167,6 +167,12 @@ KINDS: Mapping[str, Projection] = MappingProxyType(
 )
 
 
+def autocast(kind: str, x: Tensor) -> tuple[bool, torch.dtype]:
+    """Whether autocast casts the operands, and the dtype that the projection is computed in."""
+    cast = KINDS[kind].autocast and torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64
+    return cast, torch.get_autocast_dtype(x.device.type) if cast else x.dtype
+
+
 def no_view(out: Tensor) -> Tensor:
     """The output of a projection, for an ``autograd.Function`` to return.
 

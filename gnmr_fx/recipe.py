@@ -7,6 +7,7 @@ Plain frozen data, validated when built; nothing here touches a tensor. :mod:`gn
 from __future__ import annotations
 
 import difflib
+import functools
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
@@ -208,6 +209,10 @@ class Format:
         if match["size"]:
             options["group_size"] = int(match["size"])
         return cls(match["dtype"], symmetric=match["symmetric"] is not None, **options)  # type: ignore[arg-type]
+
+
+parse_format = functools.cache(Format.parse)
+""":meth:`Format.parse`, remembered: operators are given formats as text at every call."""
 
 
 def at_least(fmt: Format, bits: int) -> Format:

@@ -25,7 +25,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from gnmr_fx import kernels
 from gnmr_fx.formats import Encoded
 from gnmr_fx.physical import Physical
-from gnmr_fx.recipe import Format, at_least
+from gnmr_fx.recipe import Format, at_least, parse_format
 from gnmr_fx.scope import AllSaved
 from gnmr_fx.units import UNIT_KEY, Handle, Kept, Marker, Memo, measure
 
@@ -62,7 +62,6 @@ _LOOKUPS = frozenset({"Embedding", "EmbeddingBag", "Gather", "Index", "IndexSele
 _INFINITE = frozenset({"MaskedFill", "Where"})
 _POINTWISE = _CASTS | {"Add", "Sub", "Mul", "Div", "Cat"}
 """Operations that infinities survive."""
-_parse = functools.cache(Format.parse)
 _at_least = functools.cache(lambda spec, bits: str(at_least(Format.parse(spec), bits)))
 
 
@@ -99,7 +98,7 @@ class Packed:
     def unpack(self) -> Tensor:
         """The tensor as stored, with the strides it had (without its gaps)."""
         self.settle()
-        block = kernels.decode(self.encoded, _parse(self.spec), self.stored, self.dtype)
+        block = kernels.decode(self.encoded, parse_format(self.spec), self.stored, self.dtype)
         return self.physical.view(block, self.size)
 
 
@@ -252,14 +251,14 @@ class Saver:
         bits = self.options.attention_bits if packed.role in ("query", "key") else 0
         low, high = (_at_least(spec, bits) for spec in (handle.low, handle.high))
         spec = high if bool(handle.guard) else low
-        physical = Physical.of(x, _parse(low))
+        physical = Physical.of(x, parse_format(low))
         block = physical.block(x)
         measure(handle.guard, block, low)
         key = block_key(block, spec)
         found = self.blocks.stored(key)
         if found is None:
             handle.observation.add(Kept(tuple(block.shape), x.dtype, packed.role, low))
-            found = kernels.encode(block, _parse(spec), handle.seed), tuple(block.shape)
+            found = kernels.encode(block, parse_format(spec), handle.seed), tuple(block.shape)
             if block.untyped_storage()._cdata == x.untyped_storage()._cdata:  # else a copy, as it had gaps
                 self.blocks.put(key, block, found[0])
         packed.encoded, packed.stored = found
