@@ -14,10 +14,12 @@ gnmr_fx.RECIPES. ``+transients`` adds outliers, shifted data, a spike of the lea
 
 Policies: ``full`` (not instrumented), ``high`` and ``low`` (every unit on the format of one path), ``gnmr`` (the
 defaults), ``paper`` (GnmrConfig.paper), ``gnmr-auto`` (automatic thresholds), ``gnmr-path`` (histories per path),
-``error`` and ``gap`` (the signals), each with ``-sticky`` for a hysteresis of 1.5, ``random`` (other units in each
-step), ``random-lock`` (other units every lock_steps), ``fixed`` (the best set of one audit after the warm-up, for
-good), and ``oracle`` (the best set of an audit of the coming batch, every ``--oracle-every`` steps). Where units
-influence one another's gradients, as under recipes for GEMMs, these audits are estimates.
+``error`` and ``gap`` (the signals), each with ``-sticky`` for a hysteresis of 1.5 and with other values for fields of
+GnmrConfig after a colon (``gnmr:alpha=2,beta=1.5,lock_steps=20``), ``random`` (other units in each step),
+``random-lock`` (other units every lock_steps), ``fixed`` (the best set of one audit after the warm-up, for good), and
+``oracle`` (the best set of an audit of the coming batch, every ``--oracle-every`` steps). Where units influence one
+another's gradients, as under recipes for GEMMs, these audits are estimates. What a policy does not depend on is run
+once: ``full`` for all settings, ``high`` for all with the same format of the recovery path.
 """
 
 from __future__ import annotations
@@ -59,6 +61,8 @@ HARNESS = 1
 """Version of what a run is: raised whenever lines of another version could not be compared with new ones."""
 
 SETTINGS = ("int4-g128", "int2-g128", "int4-tensor", "int3-tensor", "int2-tensor")
+RECOVERY = "int8-g128"
+"""Format of the recovery path of a setting that names none."""
 POLICIES = ("full", "high", "low", "gnmr", "error", "gap", "random", "random-lock", "fixed", "oracle")
 CURVE_POINTS = 50
 """Points of a training curve that a line keeps, each the mean of the steps since the one before."""
@@ -97,16 +101,21 @@ class Setting:
             if base.startswith("recipe:"):
                 return cls(name, gnmr_fx.recipe.get_recipe(base.removeprefix("recipe:")), bool(extra))
             low, _, high = base.partition(">")
-            recipe = gnmr_fx.Recipe(_format(low), _format(high or "int8-g128"))
+            recipe = gnmr_fx.Recipe(_format(low), _format(high or RECOVERY))
         except gnmr_fx.GnmrError as error:
             raise argparse.ArgumentTypeError(f"{name}: {error}") from error
         return cls(name, recipe, bool(extra))
 
 
-def full_setting(name: str) -> str:
-    """The setting that runs in full precision have in the place of ``name``: formats do not matter to them."""
-    _, plus, extra = name.partition("+")
-    return f"none>none{plus}{extra}"
+def setting_of(policy: str, name: str) -> str:
+    """The setting that runs of ``policy`` have in the place of ``name``: without the formats that they never use."""
+    base, plus, extra = name.partition("+")
+    if policy == "full":
+        return f"none>none{plus}{extra}"
+    if policy == "high" and not base.startswith("recipe:"):
+        high = base.partition(">")[2] or RECOVERY
+        return f"{high}>{high}{plus}{extra}"
+    return name
 
 
 def _format(text: str) -> gnmr_fx.Format:
@@ -142,7 +151,8 @@ def config_of(job: Job) -> gnmr_fx.GnmrConfig:
     Raises:
         argparse.ArgumentTypeError: for an unknown policy.
     """
-    base, _, sticky = job.policy.partition("-sticky")
+    name, _, options = job.policy.partition(":")
+    base = name.removesuffix("-sticky")
     shared: dict[str, Any] = {"lock_steps": job.lock, "warmup_steps": job.warmup}
     changes: dict[str, dict[str, Any]] = {
         "gnmr-auto": {"alpha": "auto", "beta": "auto"},
@@ -151,16 +161,28 @@ def config_of(job: Job) -> gnmr_fx.GnmrConfig:
         "error": {"signal": "error", "signal_every": job.signal_every},
         "gap": {"signal": "gap", "signal_every": job.signal_every},
     }
-    if base == "paper":
-        return gnmr_fx.GnmrConfig.paper(**shared)
-    if base not in (*POLICIES, *changes):
+    known = dict.fromkeys((*POLICIES, "paper", *changes))
+    if base not in known:
         raise argparse.ArgumentTypeError(
-            f"expected a policy among {', '.join(dict.fromkeys((*POLICIES, 'paper', *changes)))} or one with -sticky, "
-            f"found {job.policy!r}"
+            f"expected a policy among {', '.join(known)} or one with -sticky, found {job.policy!r}"
         )
-    return gnmr_fx.GnmrConfig(
-        **shared, **changes.get(base, {}), hysteresis=1.5 if sticky or "-sticky" in job.policy else 1.0
-    )
+    fields = shared | changes.get(base, {}) | ({"hysteresis": 1.5} if name != base else {}) | _options(options)
+    return gnmr_fx.GnmrConfig.paper(**fields) if base == "paper" else gnmr_fx.GnmrConfig(**fields)
+
+
+def _options(text: str) -> dict[str, Any]:
+    """``alpha=2,history=per_path`` as keyword arguments of GnmrConfig."""
+    fields = {field.name for field in dataclasses.fields(gnmr_fx.GnmrConfig)}
+    found: dict[str, Any] = {}
+    for part in filter(None, text.split(",")):
+        name, equals, value = part.partition("=")
+        if not equals or name not in fields:
+            raise argparse.ArgumentTypeError(f"expected FIELD=VALUE with a field of GnmrConfig, found {part!r}")
+        try:
+            found[name] = json.loads(value)
+        except ValueError:
+            found[name] = math.inf if value == "inf" else value
+    return found
 
 
 def transients_of(controller: ModelController, steps: int, seed: int) -> list[testing.Transient]:
@@ -202,7 +224,7 @@ def run(job: Job) -> dict[str, Any]:
         controller = gnmr_fx.controller(model)
         if job.policy == "high":
             controller.force("high")
-    losses, seconds, spans = _train(job, settings, setting, model, controller, text.train)
+    losses, seconds, spans = train(job, settings, setting, model, controller, text.train)
     return {
         "harness": HARNESS,
         "job": dataclasses.asdict(job),
@@ -218,13 +240,14 @@ def run(job: Job) -> dict[str, Any]:
     }
 
 
-def _train(
+def train(
     job: Job,
     settings: demo.Settings,
     setting: Setting,
     model: nn.Module,
     controller: ModelController | None,
     text: Tensor,
+    after_backward: Callable[[], None] = lambda: None,
 ) -> tuple[list[float], list[float], list[testing.Span]]:
     """Losses in nats per byte and seconds of each step, and the transients met."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=job.lr, betas=(0.9, 0.95), weight_decay=demo.WEIGHT_DECAY)
@@ -250,6 +273,7 @@ def _train(
                 choose(step, loss_of)
                 loss = loss_of()
                 loss.backward()
+                after_backward()
                 nn.utils.clip_grad_norm_(model.parameters(), demo.MAX_GRADIENT_NORM)
                 optimizer.step()
                 optimizer.zero_grad()
@@ -435,7 +459,7 @@ def quality_rows(runs: Runs, against: str) -> Iterator[list[str]]:
         spread = statistics.stdev(values) if len(values) > 1 else math.nan
         row = [setting, policy, str(len(values)), f"{statistics.fmean(values):.3f} ± {spread:.3f}"]
         for reference in (against, "full"):
-            other = runs.get((full_setting(setting) if reference == "full" else setting, reference), {})
+            other = runs.get((setting_of(reference, setting), reference), {})
             seeds = sorted(by_seed.keys() & other.keys())
             row.append("-" if policy == reference or not seeds else _difference(by_seed, other, seeds))
         stats = [run["stats"] for run in by_seed.values() if run["stats"]]
@@ -536,8 +560,7 @@ def jobs_of(arguments: argparse.Namespace) -> list[Job]:
     shared = {name: getattr(arguments, name) for name in names}
     found: dict[Job, None] = {}
     for seed, setting, policy in itertools.product(arguments.seeds, arguments.settings, arguments.policies):
-        name = full_setting(setting.name) if policy == "full" else setting.name
-        found[Job(setting=name, policy=policy, seed=seed, **shared)] = None
+        found[Job(setting=setting_of(policy, setting.name), policy=policy, seed=seed, **shared)] = None
     return list(found)
 
 

@@ -198,7 +198,7 @@ SPECIAL: Mapping[str, Mapping[str, Any]] = {
     "qwen4_exp_text": {"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": HEAD_DIM, "indexer_budget": 8,
                        "indexer_compress_ratio": 4},
     "recurrent_gemma": {"num_hidden_layers": 2, "block_types": ("recurrent", "attention")},
-    "reformer": {"num_hidden_layers": 2, "axial_pos_shape": (4, 4), "axial_pos_embds_dim": (32, 32),
+    "reformer": {"num_hidden_layers": 2, "hash_seed": 0, "axial_pos_shape": (4, 4), "axial_pos_embds_dim": (32, 32),
                  "local_attn_chunk_length": 4, "lsh_attn_chunk_length": 4, "attn_layers": ("local", "lsh"),
                  "num_buckets": 4, "num_hashes": 1},
     "rwkv": {"num_hidden_layers": 2},

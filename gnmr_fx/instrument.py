@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import nn
 
-from gnmr_fx import grouped
+from gnmr_fx import function_modes
 from gnmr_fx.config import GnmrConfig, check_max_active
 from gnmr_fx.errors import (
     AlreadyInstrumentedError,
@@ -158,14 +158,14 @@ class ModelController(Controller):
     root: RootForward | None = None
 
     @property
-    def has_experts(self) -> bool:
-        """Whether a unit's weight is one that a grouped GEMM takes: a matrix for each expert."""
-        return any(len(unit.spec.shape) == 3 for unit in self.units)
+    def intercepts(self) -> bool:
+        """Whether a forward meets its projections in a function mode."""
+        return any(installed.forward.kind == "intercepted" for installed in self.forwards)
 
     def reinstall(self) -> None:
         """Put the generated forwards in place."""
-        if self.has_experts:
-            grouped.show()
+        if self.intercepts:
+            function_modes.show()
         for installed in self.forwards:
             installed.install()
         if self.root is not None:
@@ -321,8 +321,8 @@ def remove(model: nn.Module, installed: ModelController) -> None:
     installed.disconnect()
     for frozen in installed.frozen:
         frozen.restore()
-    if not any(getattr(other, "has_experts", False) for other in observers()):
-        grouped.hide()
+    if not any(getattr(other, "intercepts", False) for other in observers()):
+        function_modes.hide()
     model.__dict__.pop(CONTROLLER, None)
 
 
