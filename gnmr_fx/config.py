@@ -60,7 +60,7 @@ class GnmrConfig:
             more than that. 1 is the paper's rule.
 
     The default thresholds are passed by less than 1% of the unit-steps of an ordinary run of the demo model
-    (``benchmarks/thresholds.py``); the paper's own thresholds are not public.
+    (``benchmarks/detection.py``); the paper's own thresholds are not public.
 
     Raises:
         ConfigError: a value out of its range. What a callable threshold returns is checked when it is used.

@@ -181,12 +181,44 @@ def test_names_of_settings(quality: ModuleType) -> None:
             parse(bad)
 
 
+@pytest.mark.parametrize(
+    ("policy", "message"),
+    [
+        ("clairvoyant", "expected a policy among full, high, low, gnmr"),
+        ("clairvoyant:alpha=2", "expected a policy among full, high, low, gnmr"),
+        ("gnmr:alpa=2", "expected FIELD=VALUE with a field of GnmrConfig, found 'alpa=2'"),
+        ("gnmr:window=0", "window"),
+    ],
+)
 def test_unknown_policies_are_refused_before_anything_runs(
-    quality: ModuleType, capsys: pytest.CaptureFixture[str]
+    quality: ModuleType, capsys: pytest.CaptureFixture[str], policy: str, message: str
 ) -> None:
     with pytest.raises(SystemExit):
-        quality.main([*SMALL, "--policies", "low", "clairvoyant"])
-    assert "expected a policy among full, high, low, gnmr" in capsys.readouterr().err
+        quality.main([*SMALL, "--policies", "low", policy])
+    assert message in capsys.readouterr().err
+
+
+def test_policies_take_other_values(quality: ModuleType, text: Path) -> None:
+    def config(policy: str) -> gnmr_fx.GnmrConfig:
+        found: gnmr_fx.GnmrConfig = quality.config_of(jobs(quality, text, ["int2-tensor"], [policy])[0])
+        return found
+
+    shared = {"lock_steps": 3, "warmup_steps": 2}
+    assert config("gnmr:alpha=2,beta=inf") == gnmr_fx.GnmrConfig(alpha=2, beta=math.inf, **shared)
+    assert config("gap:beta=auto,lock_steps=9") == gnmr_fx.GnmrConfig(
+        signal="gap", signal_every=2, beta="auto", lock_steps=9, warmup_steps=2
+    )
+    assert config("error-sticky") == gnmr_fx.GnmrConfig(signal="error", signal_every=2, hysteresis=1.5, **shared)
+    assert config("paper:lock_steps=4") == gnmr_fx.GnmrConfig.paper(lock_steps=4, warmup_steps=2)
+
+
+def test_what_a_policy_does_not_use_is_no_part_of_its_run(quality: ModuleType, text: Path) -> None:
+    settings = ["int4-g64", "int2-tensor", "int2-tensor>none", "recipe:dsv3-fp6"]
+    made = [(job.setting, job.policy) for job in jobs(quality, text, settings, ["full", "high", "low"])]
+    assert made == [
+        *(("none>none", "full"), ("int8-g128>int8-g128", "high"), ("int4-g64", "low"), ("int2-tensor", "low")),
+        *(("none>none", "high"), ("int2-tensor>none", "low"), ("recipe:dsv3-fp6", "high"), ("recipe:dsv3-fp6", "low")),
+    ]
 
 
 def test_quantiles_and_intervals(quality: ModuleType) -> None:
