@@ -92,10 +92,12 @@ class Variant:
         self.call: Callable[..., Any] = torch.compile(model) if compiled else model
         self.optimizer = torch.optim.AdamW(model.parameters(), 1e-4, fused=True)
         self.seconds: list[float] = []
+        self.controller_seconds: list[float] = []
         self.bytes = 0
 
     def step(self, ids: Tensor, measure: bool) -> None:
         """One training step on ``ids`` [batch, seq], int64."""
+        own = self.controller_total()
         synchronize(ids.device)
         start = time.perf_counter()
         loss = self.call(input_ids=ids, labels=ids).loss
@@ -107,6 +109,12 @@ class Variant:
         synchronize(ids.device)
         if measure:
             self.seconds.append(time.perf_counter() - start)
+            self.controller_seconds.append(self.controller_total() - own)
+
+    def controller_total(self) -> float:
+        """Seconds that the controller has taken so far; 0.0 where there is none."""
+        instrumented = self.name != "full precision"
+        return float(gnmr_fx.controller(self.model).stats["seconds"]) if instrumented else 0.0
 
 
 def synchronize(device: torch.device) -> None:
@@ -158,11 +166,8 @@ def measure_steps(arguments: argparse.Namespace, compiled: bool) -> list[dict[st
 
 
 def controller_share(run: Variant) -> float | None:
-    """Share of a step's time that the controller reports for itself."""
-    if run.name == "full precision":
-        return None
-    stats = gnmr_fx.controller(run.model).stats
-    return float(stats["seconds"] / stats["steps"] / (sum(run.seconds) / len(run.seconds)))
+    """Share of the measured steps' time that the controller reports for itself; None where there is no controller."""
+    return None if run.name == "full precision" else sum(run.controller_seconds) / sum(run.seconds)
 
 
 def measure_controller(count: int, rounds: int = 20) -> dict[str, Any]:

@@ -241,13 +241,16 @@ def update(
 
     broken = norm == math.inf
     missing = norm < 0.0
-    error, measured = state.error, state.measured
+    error, held, measured = state.error, state.error, state.measured
     if config.measures_errors:
         if errors is not None:
             found = _vector("errors", errors, state.num_units)
             error, measured = torch.where(found >= 0.0, found, error), measured | (found >= 0.0)
-        broken = broken | ((error == math.inf) & ~missing)
+        infinite = error == math.inf
+        broken = broken | (infinite & ~missing)
         missing = missing | (~measured & ~broken)
+        # An error that is not finite is no error to hold: until the next measurement the unit has none.
+        held, measured = error.masked_fill(infinite, 0.0), measured & ~infinite
     usable = ~(broken | missing)
 
     path = None
@@ -302,9 +305,8 @@ def update(
         ratios=values[3],
         lock=lock,
         active=active,
-        # An error that is not finite is no error to hold: until the next measurement the unit has none.
-        error=error.masked_fill(error == math.inf, 0.0),
-        measured=measured & (error != math.inf),
+        error=held,
+        measured=measured,
         auto=_next_auto(state, (level, change), heard, priced, config),
     )
     decision = Decision(

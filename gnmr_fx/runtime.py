@@ -29,7 +29,6 @@ import time
 import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -44,7 +43,8 @@ from gnmr_fx.costs import UNKNOWN, cost_of
 from gnmr_fx.errors import GnmrWarning, RankMismatchError, StateMismatchError, UnknownUnitError
 from gnmr_fx.frozen import FrozenWeight
 from gnmr_fx.gemm import Spec
-from gnmr_fx.gradients import Listener, OptimizerHook, WeightHooks, active_grad_scale, gradient_norms, in_backward
+from gnmr_fx.gradients import Listener, OptimizerHook, WeightHooks, active_grad_scale, in_backward
+from gnmr_fx.heard import Heard, Round, measured
 from gnmr_fx.measure import Probe
 from gnmr_fx.ops import remove_partitioner
 from gnmr_fx.recipe import Recipe
@@ -88,70 +88,12 @@ class Event(NamedTuple):
     beta: float = math.inf
 
 
-class Heard(NamedTuple):
-    """What one step's decision rests on, float64 on the host, the same on all ranks; a negative value = none.
-
-    Attributes:
-        norms: gradient norm of each unit, [units].
-        errors: relative errors measured in this step, [units]; None where none were.
-        costs: of each unit on the recovery path, [units]; None for a budget in units.
-    """
-
-    norms: Tensor
-    errors: Tensor | None = None
-    costs: Tensor | None = None
-
-
 class Site(NamedTuple):
     """A handle's place: ``getattr(module, attribute)`` is a handle of the unit of index ``unit``."""
 
     module: nn.Module
     attribute: str
     unit: int
-
-
-class Measured(NamedTuple):
-    """Norms of gradients on one device: units [n], L2 norms [n], and in how many parts each gradient lies on ranks."""
-
-    indices: list[int]
-    norms: Tensor
-    shards: list[int]
-
-
-@dataclass(eq=False)
-class Round:
-    """What was heard since the last step of the controller.
-
-    Attributes:
-        calls: forwards in which each unit ran guarded (calls, where a unit runs several times in one).
-        arrived: unit -> the weight at which its gradient arrived last.
-        pending: norms as of the last backward.
-        early: norms of units whose optimizer steps inside the backward, as it found them, by unit and parameter.
-        outputs: on each device, the sums of the squared norms of output gradients, of the units in ``passed``.
-        went_bad: on each device, the backward (from 1) in which each unit's norm was first not finite, 0 = none; the
-            last backward is not entered yet.
-        backwards: number of backwards that have ended.
-        open_in: autograd's id of the backward whose end is waited for.
-        stepped_inside: an optimizer of units has made a step inside a backward.
-        due: the controller's step waits for the next forward or, where that keeps nothing (reentrant checkpointing),
-            for the first recomputation in the next backward.
-        recomputed_in: autograd's id of the backward that recomputed a unit last.
-        group: the process group of the DDP that a forward ran in.
-    """
-
-    calls: list[int]
-    arrived: dict[int, Tensor] = field(default_factory=dict)
-    pending: list[Measured] = field(default_factory=list)
-    early: dict[tuple[int, int], Measured] = field(default_factory=dict)
-    outputs: dict[torch.device, Tensor] = field(default_factory=dict)
-    passed: dict[torch.device, set[int]] = field(default_factory=dict)
-    went_bad: dict[torch.device, Tensor] = field(default_factory=dict)
-    backwards: int = 0
-    open_in: int | None = None
-    stepped_inside: bool = False
-    due: bool = False
-    recomputed_in: int = -1
-    group: distributed.ProcessGroup | None = None
 
 
 class Controller:
@@ -378,7 +320,7 @@ class Controller:
             "times_recovered": self._times_recovered.clone(),
             "steps_recovered": self._steps_recovered.clone(),
             "seen": torch.tensor([unit.observation.seen for unit in self.units], dtype=torch.bool),
-            "went_non_finite": self._went_non_finite(),
+            "went_non_finite": self._round.first_bad() > 0,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -578,11 +520,7 @@ class Controller:
         """Called in a backward with the gradient of the output of unit ``index``, a frozen projection."""
         if self.units[index].spec.signal != "output":
             return
-        now, device = self._round, gradient.device
-        if device not in now.outputs:
-            now.outputs[device] = torch.zeros(len(self.units), dtype=torch.float64, device=device)
-        now.outputs[device][index] += gradient_norms([gradient])[0].double().square()
-        now.passed.setdefault(device, set()).add(index)
+        self._round.output_gradient(index, gradient)
         self._await_end()
 
     def _await_end(self) -> None:
@@ -599,10 +537,7 @@ class Controller:
         now = self._round
         now.open_in = None
         self._heard_since_foreign_step = True
-        self._enter_non_finite()
-        now.backwards += 1
-        found = [(index, gradient) for index in sorted(now.arrived) for gradient in self._gradients(index)]
-        now.pending = [*_measured(found), *now.early.values(), *self._outputs()]
+        now.backward_ended((index, gradient) for index in sorted(now.arrived) for gradient in self._gradients(index))
         for unit in self.units:
             unit.observation.close()
         self._seconds += time.perf_counter() - start
@@ -612,12 +547,6 @@ class Controller:
                 self._tick(1.0)
             else:
                 now.due = True
-
-    def _outputs(self) -> Iterator[Measured]:
-        """Norms of the output gradients of the step so far."""
-        for device, squares in self._round.outputs.items():
-            indices = sorted(self._round.passed[device])
-            yield Measured(indices, squares[indices].sqrt(), [1] * len(indices))
 
     def _gradients(self, index: int) -> list[Tensor]:
         """The accumulated gradients that a unit listens to, as the optimizer will see them."""
@@ -632,28 +561,22 @@ class Controller:
 
         Of FSDP2's two parameters for one weight the gradient ends at the shard, which may not have had a hook yet.
         """
-        arrived, held = self._round.arrived[index], self.units[index].parameter
-        if arrived.grad is not None or held is None:
-            return arrived.grad
+        arrived = self._round.arrived[index].grad
+        if arrived is not None:
+            return arrived
+        held = self.units[index].parameter
+        if held is None:
+            return None
         if held.grad is not None and not self._hooks.covers(index, held):
             self._attach_hook(index, held)
         return held.grad
-
-    def _enter_non_finite(self) -> None:
-        """Note which of the pending norms, about to be replaced, are not finite. Nothing is read from the device."""
-        now = self._round
-        for indices, norms, _ in now.pending:
-            bad = now.went_bad.setdefault(
-                norms.device, torch.zeros(len(self.units), dtype=torch.int32, device=norms.device)
-            )
-            bad[indices] = torch.where((bad[indices] == 0) & ~norms.isfinite(), now.backwards, bad[indices])
 
     def _heard(self, grad_scale: float, groups: tuple[distributed.ProcessGroup, ...]) -> Heard:
         """What the decision rests on: norms are ``MISSING`` where there is no gradient."""
         now, count = self._round, len(self.units)
         device = torch.device("cpu")
         if groups:
-            weights = (measured.norms for measured in now.pending) if now.pending else self._hooks.weights()
+            weights = (found.norms for found in now.pending) if now.pending else self._hooks.weights()
             device = distributed.device_for(groups, next(iter(weights), self.flags).device)
             self._agree(groups, device)
         # Rows: norms (squared, to be summed over ranks and adapters), how many ranks have one, how many have seen the
@@ -694,32 +617,16 @@ class Controller:
         absent = (table[1, :count] == 0) | (table[2, :count] == 0)
         return Heard(
             (norms / grad_scale).masked_fill_(absent, MISSING),
-            _means(*table[3:5, :count]).sqrt_().nan_to_num_(nan=MISSING, posinf=math.inf) if measuring else None,
-            _means(*table[-2:, :count]).nan_to_num_(nan=MISSING, posinf=math.inf) if priced else None,
+            _or_missing((table[3] / table[4])[:count].sqrt_()) if measuring else None,
+            _or_missing((table[-2] / table[-1])[:count]) if priced else None,
         )
-
-    def _went_non_finite(self) -> Tensor:
-        """Bool [units] on the host: those with a norm that was not finite since the last step."""
-        return self._first_bad() > 0
-
-    def _first_bad(self) -> Tensor:
-        """Int [units] on the host: the backward, from 1, in which each unit first was not finite; 0 = none."""
-        now = self._round
-        found = torch.zeros(len(self.units), dtype=torch.int32)
-        for bad in now.went_bad.values():
-            found = torch.maximum(found, bad.cpu())
-        for indices, norms, _ in now.pending:
-            for index, finite in zip(indices, norms.isfinite().tolist(), strict=True):
-                if not finite and not found[index]:
-                    found[index] = now.backwards
-        return found
 
     def _first_non_finite(self, norms: Tensor) -> int | None:
         """The unit that went non-finite first in this step; None where all norms are finite."""
         broken = (norms == math.inf).nonzero().flatten().tolist()
         if not broken:
             return None
-        first = self._first_bad().tolist()
+        first = self._round.first_bad().tolist()
         last = self._round.backwards + 1  # where another rank saw it, and this one did not
         return min(broken, key=lambda index: (first[index] or last, -self._order[index]))
 
@@ -772,7 +679,7 @@ class Controller:
             for index in self._hooks.units_of(parameter):
                 if parameter.grad is not None:
                     key = (index, 0 if self.units[index].adapters is None else id(parameter))
-                    (self._round.early[key],) = _measured([(index, parameter.grad)])
+                    (self._round.early[key],) = measured([(index, parameter.grad)])
 
     def optimizer_stepped(self, optimizer: torch.optim.Optimizer) -> None:
         """Called after every step of any ``torch.optim`` optimizer in the process."""
@@ -909,33 +816,9 @@ def _parameters(optimizer: torch.optim.Optimizer) -> Iterable[Tensor]:
     return (parameter for group in optimizer.param_groups for parameter in group["params"])
 
 
-def _measured(gradients: Iterable[tuple[int, Tensor]]) -> list[Measured]:
-    """Norms of what this rank holds of the gradients of units, in one fused call for each device and dtype."""
-    by_kind: dict[tuple[torch.device, torch.dtype], list[tuple[int, Tensor, int]]] = collections.defaultdict(list)
-    for index, gradient in gradients:
-        part, shards = distributed.local_part(gradient.detach())
-        by_kind[part.device, part.dtype].append((index, part, shards))
-    return [
-        _joined(Measured([i for i, _, _ in kind], gradient_norms([p for _, p, _ in kind]), [n for _, _, n in kind]))
-        for kind in by_kind.values()
-    ]
-
-
-def _means(sums: Tensor, counts: Tensor) -> Tensor:
-    """Means; NaN where there was nothing to sum."""
-    return sums / counts
-
-
-def _joined(measured: Measured) -> Measured:
-    """One norm for each unit: where it listens to several gradients, that of all of them together."""
-    units = list(dict.fromkeys(measured.indices))
-    if len(units) == len(measured.indices):
-        return measured
-    at = torch.tensor([units.index(index) for index in measured.indices], device=measured.norms.device)
-    shards = torch.tensor(measured.shards, device=measured.norms.device)  # a part of n counts n times: see distributed
-    squares = measured.norms.double().square() * shards
-    joined = squares.new_zeros(len(units)).index_add_(0, at, squares).sqrt()
-    return Measured(units, joined, [1] * len(units))
+def _or_missing(means: Tensor) -> Tensor:
+    """``MISSING`` where there was nothing to take a mean of (0 / 0)."""
+    return means.nan_to_num_(nan=MISSING, posinf=math.inf)
 
 
 def _comparable(value: Any) -> str:

@@ -1,0 +1,134 @@
+"""What a controller hears between two of its steps: norms of gradients as each backward leaves them, by device."""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from gnmr_fx import distributed
+from gnmr_fx.gradients import gradient_norms
+
+
+class Heard(NamedTuple):
+    """What one step's decision rests on, float64 on the host, the same on all ranks; a negative value = none.
+
+    Attributes:
+        norms: gradient norm of each unit, [units].
+        errors: relative errors measured in this step, [units]; None where none were.
+        costs: of each unit on the recovery path, [units]; None for a budget in units.
+    """
+
+    norms: Tensor
+    errors: Tensor | None = None
+    costs: Tensor | None = None
+
+
+class Measured(NamedTuple):
+    """Norms of gradients on one device: units [n], L2 norms [n], and in how many parts each gradient lies on ranks."""
+
+    indices: list[int]
+    norms: Tensor
+    shards: list[int]
+
+
+@dataclass(eq=False)
+class Round:
+    """What was heard since the last step of the controller.
+
+    Attributes:
+        calls: forwards in which each unit ran guarded (calls, where a unit runs several times in one).
+        arrived: unit -> the weight at which its gradient arrived last.
+        pending: norms as of the last backward.
+        early: norms of units whose optimizer steps inside the backward, as it found them, by unit and parameter.
+        outputs: on each device, the sums of the squared norms of output gradients, of the units in ``passed``.
+        went_bad: on each device, the backward (from 1) in which each unit's norm was first not finite, 0 = none; the
+            last backward is not entered yet.
+        backwards: number of backwards that have ended.
+        open_in: autograd's id of the backward whose end is waited for.
+        stepped_inside: an optimizer of units has made a step inside a backward.
+        due: the controller's step waits for the next forward or, where that keeps nothing (reentrant checkpointing),
+            for the first recomputation in the next backward.
+        recomputed_in: autograd's id of the backward that recomputed a unit last.
+        group: the process group of the DDP that a forward ran in.
+    """
+
+    calls: list[int]
+    arrived: dict[int, Tensor] = field(default_factory=dict)
+    pending: list[Measured] = field(default_factory=list)
+    early: dict[tuple[int, int], Measured] = field(default_factory=dict)
+    outputs: dict[torch.device, Tensor] = field(default_factory=dict)
+    passed: dict[torch.device, set[int]] = field(default_factory=dict)
+    went_bad: dict[torch.device, Tensor] = field(default_factory=dict)
+    backwards: int = 0
+    open_in: int | None = None
+    stepped_inside: bool = False
+    due: bool = False
+    recomputed_in: int = -1
+    group: distributed.ProcessGroup | None = None
+
+    def output_gradient(self, index: int, gradient: Tensor) -> None:
+        """Add the gradient of the output of unit ``index``."""
+        device = gradient.device
+        if device not in self.outputs:
+            self.outputs[device] = torch.zeros(len(self.calls), dtype=torch.float64, device=device)
+        self.outputs[device][index] += gradient_norms([gradient])[0].double().square()
+        self.passed.setdefault(device, set()).add(index)
+
+    def backward_ended(self, gradients: Iterable[tuple[int, Tensor]]) -> None:
+        """Put the norms of the accumulated ``gradients``, by unit, in the place of the last backward's."""
+        self._enter_non_finite()
+        self.backwards += 1
+        self.pending = [*measured(gradients), *self.early.values(), *self._of_outputs()]
+
+    def _enter_non_finite(self) -> None:
+        """Note which of the pending norms, about to be replaced, are not finite. Nothing is read from the device."""
+        for indices, norms, _ in self.pending:
+            none = torch.zeros(len(self.calls), dtype=torch.int32, device=norms.device)
+            bad = self.went_bad.setdefault(norms.device, none)
+            bad[indices] = torch.where((bad[indices] == 0) & ~norms.isfinite(), self.backwards, bad[indices])
+
+    def _of_outputs(self) -> Iterator[Measured]:
+        """Norms of the output gradients so far."""
+        for device, squares in self.outputs.items():
+            indices = sorted(self.passed[device])
+            yield Measured(indices, squares[indices].sqrt(), [1] * len(indices))
+
+    def first_bad(self) -> Tensor:
+        """Int [units] on the host: the backward, from 1, in which each unit first was not finite; 0 = none."""
+        found = torch.zeros(len(self.calls), dtype=torch.int32)
+        for bad in self.went_bad.values():
+            found = torch.maximum(found, bad.cpu())
+        for indices, norms, _ in self.pending:
+            for index, finite in zip(indices, norms.isfinite().tolist(), strict=True):
+                if not finite and not found[index]:
+                    found[index] = self.backwards
+        return found
+
+
+def measured(gradients: Iterable[tuple[int, Tensor]]) -> list[Measured]:
+    """Norms of what this rank holds of the gradients of units, in one fused call for each device and dtype."""
+    by_kind: dict[tuple[torch.device, torch.dtype], list[tuple[int, Tensor, int]]] = collections.defaultdict(list)
+    for index, gradient in gradients:
+        part, shards = distributed.local_part(gradient.detach())
+        by_kind[part.device, part.dtype].append((index, part, shards))
+    return [
+        _joined(Measured([i for i, _, _ in kind], gradient_norms([p for _, p, _ in kind]), [n for _, _, n in kind]))
+        for kind in by_kind.values()
+    ]
+
+
+def _joined(found: Measured) -> Measured:
+    """One norm for each unit: where it listens to several gradients, that of all of them together."""
+    units = list(dict.fromkeys(found.indices))
+    if len(units) == len(found.indices):
+        return found
+    at = torch.tensor([units.index(index) for index in found.indices], device=found.norms.device)
+    shards = torch.tensor(found.shards, device=found.norms.device)  # a part of n counts n times: see distributed
+    squares = found.norms.double().square() * shards
+    joined = squares.new_zeros(len(units)).index_add_(0, at, squares).sqrt()
+    return Measured(units, joined, [1] * len(units))
