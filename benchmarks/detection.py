@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import concurrent.futures
 import dataclasses
+import functools
 import json
 import math
 import multiprocessing
@@ -51,7 +52,7 @@ CHANGES = (1.2, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0)
 
 Changes = dict[str, Any]
 FIXED: tuple[Changes, ...] = (
-    *({"alpha": a, "beta": b} for a in (2.0, 3.0, 4.0, 5.0, 6.0, 8.0) for b in (1.5, 2.0, 3.0, 4.0, 5.0)),
+    *({"alpha": a, "beta": b} for a in (2.0, 3.0, 4.0, 5.0, 6.0, 8.0) for b in (1.5, 2.0, 2.5, 3.0, 4.0, 5.0)),
     *({"alpha": math.inf, "beta": b} for b in CHANGES),
     *({"beta": math.inf, "alpha": a} for a in (1.5, 2.0, 3.0, 4.0, 5.0, 6.0, 8.0)),
 )
@@ -205,28 +206,44 @@ def score(run: Record, config: gnmr_fx.GnmrConfig, budget: int) -> dict[str, dic
     }
 
 
-def replay_all(records: Sequence[Record], budget: int, lock: int) -> Iterator[dict[str, Any]]:
+def replay_all(paths: Sequence[Path], budget: int, lock: int, jobs: int = 1) -> Iterator[dict[str, Any]]:
     """A row for each configuration: hit rates over all runs with transients, alarms over all runs."""
-    with_some = [run for run in records if run.spans]
-    without = [run for run in records if not run.spans]
-    for group, changes in tqdm(list(configurations()), desc="replays", mininterval=1.0):
-        fields: Changes = {"lock_steps": lock} | changes
-        config = gnmr_fx.GnmrConfig(**fields)
-        scores = [score(run, config, budget) for run in with_some]
-        row: dict[str, Any] = {"group": group, "changes": changes}
-        for kind in KINDS:
-            found = [s[kind] for s in scores]
-            pairs = sum(f["pairs"] for f in found)
-            delays = [d for f in found for d in f["delays"]]
-            row[kind] = {
-                "hit_rate": sum(f["hits"] for f in found) / pairs if pairs else math.nan,
-                "recovered_rate": sum(f["recovered"] for f in found) / pairs if pairs else math.nan,
-                "delay": statistics.fmean(delays) if delays else math.nan,
-                "pairs": pairs,
-            }
-        row["false_alarms_per_1000"] = _per_1000(s["all"] for s in scores)
-        row["quiet_per_1000"] = _per_1000(score(run, config, budget)["all"] for run in without)
-        yield row
+    todo = list(configurations())
+    one = functools.partial(_row_of_files, tuple(paths), budget, lock)
+    with _pool(jobs) as pool:
+        yield from tqdm(pool.map(one, todo), total=len(todo), desc="replays", mininterval=1.0)
+
+
+def _row_of_files(paths: Sequence[Path], budget: int, lock: int, configuration: tuple[str, Changes]) -> dict[str, Any]:
+    return replay_row([record_of(path) for path in paths], budget, lock, configuration)
+
+
+def replay_row(records: Sequence[Record], budget: int, lock: int, configuration: tuple[str, Changes]) -> dict[str, Any]:
+    """The row of one configuration."""
+    group, changes = configuration
+    fields: Changes = {"lock_steps": lock} | changes
+    config = gnmr_fx.GnmrConfig(**fields)
+    scores = [score(run, config, budget) for run in records if run.spans]
+    row: dict[str, Any] = {"group": group, "changes": changes}
+    for kind in KINDS:
+        found = [s[kind] for s in scores]
+        pairs = sum(f["pairs"] for f in found)
+        delays = [d for f in found for d in f["delays"]]
+        row[kind] = {
+            "hit_rate": sum(f["hits"] for f in found) / pairs if pairs else math.nan,
+            "recovered_rate": sum(f["recovered"] for f in found) / pairs if pairs else math.nan,
+            "delay": statistics.fmean(delays) if delays else math.nan,
+            "pairs": pairs,
+        }
+    row["false_alarms_per_1000"] = _per_1000(s["all"] for s in scores)
+    row["quiet_per_1000"] = _per_1000(score(run, config, budget)["all"] for run in records if not run.spans)
+    return row
+
+
+@functools.cache
+def record_of(path: Path) -> Record:
+    """The recorded run of a file, read once in each process."""
+    return load(path)[1]
 
 
 def _per_1000(scores: Iterable[dict[str, Any]]) -> float:
@@ -320,9 +337,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     found = arguments.out / f"{arguments.setting}.json"
     if not arguments.show:
         _record_missing(arguments)
-        records = [load(path)[1] for path in _paths(arguments).values()]
-        rows = list(replay_all(records, arguments.budget, arguments.lock))
-        found.write_text(json.dumps({"version": VERSION, "quantiles": quantiles(records), "rows": rows}) + "\n")
+        paths = list(_paths(arguments).values())
+        rows = list(replay_all(paths, arguments.budget, arguments.lock, arguments.jobs))
+        shown = quantiles([record_of(path) for path in paths])
+        found.write_text(json.dumps({"version": VERSION, "quantiles": shown, "rows": rows}) + "\n")
     if not found.exists():
         raise SystemExit(f"error: expected {found}, found no such file; run without --show first")
     result = json.loads(found.read_text())
@@ -349,6 +367,13 @@ def _paths(arguments: argparse.Namespace) -> dict[quality.Job, Path]:
     return {job: arguments.out / f"{job.setting}-{job.seed}.pt" for job in _jobs(arguments)}
 
 
+def _pool(jobs: int) -> concurrent.futures.ProcessPoolExecutor:
+    """Processes that share the cores."""
+    threads = max(1, torch.get_num_threads() // jobs)
+    context = multiprocessing.get_context("spawn")
+    return concurrent.futures.ProcessPoolExecutor(jobs, context, torch.set_num_threads, (threads,))
+
+
 def _record_missing(arguments: argparse.Namespace) -> None:
     todo = {}
     for job, path in _paths(arguments).items():
@@ -356,10 +381,7 @@ def _record_missing(arguments: argparse.Namespace) -> None:
             todo[job] = path
         elif load(path)[0] != dataclasses.asdict(job):
             raise SystemExit(f"error: {path} is the record of another run; name another folder with --out")
-    context = multiprocessing.get_context("spawn")
-    threads = max(1, (torch.get_num_threads()) // arguments.jobs)
-    pool = concurrent.futures.ProcessPoolExecutor(arguments.jobs, context, torch.set_num_threads, (threads,))
-    with pool, tqdm(total=len(todo), unit="run", mininterval=1.0) as bar:
+    with _pool(arguments.jobs) as pool, tqdm(total=len(todo), unit="run", mininterval=1.0) as bar:
         for future in concurrent.futures.as_completed([pool.submit(record_to, *item) for item in todo.items()]):
             future.result()
             bar.update()

@@ -257,8 +257,8 @@ def build_parser() -> argparse.ArgumentParser:
 
     add = parser.add_argument_group("recovery").add_argument
     add("--budget", type=demo.budget, metavar="N", default=base.budget, help=f"most units in fp8 at a time{shown}")
-    add("--alpha", type=float, metavar="X", default=base.alpha, help=f"threshold on GNMR{shown}")
-    add("--beta", type=float, metavar="X", default=base.beta, help=f"threshold on delta-GNMR{shown}")
+    add("--alpha", type=float, metavar="X", help=f"threshold on GNMR (default: {demo.DEFAULTS.alpha})")
+    add("--beta", type=float, metavar="X", help=f"threshold on delta-GNMR (default: {demo.DEFAULTS.beta})")
     add("--lock", type=int, metavar="N", default=base.lock, help=f"steps that a unit stays once recovered{shown}")
     add("--warmup", type=int, metavar="N", default=base.warmup, help=f"first steps, when no threshold fires{shown}")
 

@@ -100,8 +100,9 @@ class Settings:
     recipe: gnmr_fx.Recipe = field(default_factory=get_recipe)
     scope: Literal["projections", "all"] = "projections"
     budget: int | float = 5
-    alpha: float = float(DEFAULTS.alpha)  # type: ignore[arg-type]
-    beta: float = float(DEFAULTS.beta)  # type: ignore[arg-type]
+    signal: Literal["gnmr", "error", "gap"] | None = None
+    alpha: float | None = None
+    beta: float | None = None
     window: int = DEFAULTS.window
     lock: int = DEFAULTS.lock_steps
     warmup: int = DEFAULTS.warmup_steps
@@ -116,13 +117,10 @@ class Settings:
 
     @property
     def config(self) -> gnmr_fx.GnmrConfig:
-        """The controller's part of the settings."""
-        return gnmr_fx.GnmrConfig(
-            alpha=self.alpha,
-            beta=self.beta,
-            window=self.window,
-            lock_steps=self.lock,
-            warmup_steps=self.warmup,
+        """The controller's part of the settings; what is None is as recommended for the recipe."""
+        given = {name: getattr(self, name) for name in ("signal", "alpha", "beta") if getattr(self, name) is not None}
+        return gnmr_fx.GnmrConfig.recommended(
+            self.recipe, window=self.window, lock_steps=self.lock, warmup_steps=self.warmup, **given
         )
 
 
@@ -557,7 +555,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description="Pretrain a tiny byte-level Llama with budgeted recovery. Nothing is downloaded."
     )
-    shown = " (default: %(default)s)"
+    shown, recommended = " (default: %(default)s)", " (default: as recommended for the recipe)"
 
     add = parser.add_argument_group("model and training").add_argument
     add("--size", choices=SIZES, default=base.size, help=f"size of the model{shown}")
@@ -591,8 +589,9 @@ def build_parser() -> argparse.ArgumentParser:
         default=base.budget,
         help=f"most units on the recovery path at a time: a number (5) or a share of them (0.2){shown}",
     )
-    add("--alpha", type=float, metavar="X", default=base.alpha, help=f"threshold on GNMR{shown}")
-    add("--beta", type=float, metavar="X", default=base.beta, help=f"threshold on delta-GNMR{shown}")
+    add("--signal", choices=("gnmr", "error", "gap"), help=f"what the controller watches{recommended}")
+    add("--alpha", type=float, metavar="X", help=f"threshold on GNMR, or on another signal{recommended}")
+    add("--beta", type=float, metavar="X", help=f"threshold on its change{recommended}")
     add("--window", type=int, metavar="N", default=base.window, help=f"steps that delta-GNMR looks back on{shown}")
     add("--lock", type=int, metavar="N", default=base.lock, help=f"steps that a unit stays once recovered{shown}")
     add("--warmup", type=int, metavar="N", default=base.warmup, help=f"first steps, when no threshold fires{shown}")

@@ -8,6 +8,7 @@ from numbers import Integral, Real
 from typing import Any, Literal, TypeAlias, get_args
 
 from gnmr_fx.errors import BudgetError, ConfigError
+from gnmr_fx.recipe import Recipe
 
 MeanKind: TypeAlias = Literal["all", "ema", "window"]
 Signal: TypeAlias = Literal["gnmr", "error", "gap"]
@@ -95,7 +96,7 @@ class GnmrConfig:
             raise ConfigError(
                 f"alpha: expected a relative error of at most 1 for signal={self.signal!r}, found {self.alpha!r}. "
                 "Pass a number such as 0.1, inf to switch the criterion off, or leave alpha out: it is then "
-                "calibrated."
+                "calibrated. For a threshold on the ratio of norms pass signal='gnmr'."
             )
         _check_integer("window", self.window, minimum=1)
         _check_integer("lock_steps", self.lock_steps, minimum=1)
@@ -140,6 +141,25 @@ class GnmrConfig:
                 "for another rule than the paper's."
             )
         return cls(signal="gnmr", history="shared", mean="all", budget_unit="units", hysteresis=1.0, **changes)
+
+    @classmethod
+    def recommended(cls, recipe: Recipe, **changes: Any) -> "GnmrConfig":
+        """What :func:`gnmr_fx.instrument` takes for ``recipe`` where it is given no configuration.
+
+        ``signal="error"`` where activations are stored as integers with one scale for a whole tensor: there, errors
+        differ several times between units, and recovering those with the largest ones gave back most of what the
+        format costs, which the ratio of norms did not (docs/quality.md). The defaults of this class elsewhere.
+
+        Args:
+            recipe: of the units.
+            changes: fields with other values.
+
+        Raises:
+            ConfigError: as for this class.
+        """
+        low = recipe.low
+        coarse = low.is_integer and low.granularity == "tensor"
+        return cls(**({"signal": "error"} if coarse else {}) | changes)
 
     @property
     def measures_errors(self) -> bool:

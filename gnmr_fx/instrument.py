@@ -207,7 +207,8 @@ def instrument(
         scope: ``"projections"``: what projections read is stored in another format. ``"all"``: whatever autograd keeps
             is, each tensor under the guard of the unit it belongs to; under torch.compile this needs its Inductor
             backend. :class:`gnmr_fx.AllSaved` is ``"all"`` with options.
-        config: signal, thresholds, window, lock, warm-up and kind of budget of the controller.
+        config: signal, thresholds, window, lock, warm-up and kind of budget of the controller. None:
+            :meth:`gnmr_fx.GnmrConfig.recommended` for the recipe.
         include: globs on module paths: only units they match, the output head among them if they match it. By default
             all units but the output head.
         exclude: globs on module paths: not these.
@@ -223,7 +224,7 @@ def instrument(
     chosen, everything = get_recipe(recipe), get_scope(scope)
     if config is not None and not isinstance(config, GnmrConfig):
         raise ConfigError(f"config: expected a GnmrConfig or None, found {config!r}. Build one with GnmrConfig(...).")
-    settings = config or GnmrConfig()
+    settings = config or GnmrConfig.recommended(chosen)
     check_max_active(max_active, settings)
     _check_fit(chosen, everything, settings)
     selection = Selection(_patterns("include", include), _patterns("exclude", exclude))

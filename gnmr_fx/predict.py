@@ -80,7 +80,7 @@ def predict(
         if runs:
             plan = pipeline.run(plan, (rewrite, check))
     check_gemms(model, plan, everything)
-    installed = install(model, plan, GnmrConfig(), max_active, everything)
+    installed = install(model, plan, GnmrConfig.recommended(plan.recipe), max_active, everything)
     try:
         known = inputs is not None and not plan.capture_note
         if known and not runs:

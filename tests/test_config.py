@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from gnmr_fx.config import GnmrConfig, Signal, Threshold, check_budget, resolve_budget, threshold
 from gnmr_fx.errors import BudgetError, ConfigError, GnmrError
+from gnmr_fx.recipe import RECIPES, Format, Recipe
 
 
 def test_defaults() -> None:
@@ -58,6 +59,28 @@ def test_the_papers_rule() -> None:
     assert (paper.alpha, paper.lock_steps) == (2.0, 7)
     with pytest.raises(ConfigError, match=r"paper: expected only alpha, .* found mean, hysteresis"):
         GnmrConfig.paper(mean="ema", hysteresis=2.0)
+
+
+@pytest.mark.parametrize(
+    ("low", "signal"),
+    [
+        (Format("int2", "tensor"), "error"),
+        (Format("int4", "tensor", rounding="stochastic"), "error"),
+        (Format("int2", "token"), "gnmr"),
+        (Format("int2"), "gnmr"),
+        (Format("fp8_e4m3", "tensor"), "gnmr"),
+        (Format("none"), "gnmr"),
+    ],
+)
+def test_the_recommended_signal_rests_on_the_scales(low: Format, signal: str) -> None:
+    recipe = Recipe(low, Format("int8"))
+    assert GnmrConfig.recommended(recipe) == GnmrConfig(signal=signal)  # type: ignore[arg-type]
+    changed = GnmrConfig.recommended(recipe, lock_steps=7, signal="gap")
+    assert changed == GnmrConfig(lock_steps=7, signal="gap")
+
+
+def test_named_recipes_are_run_under_the_papers_signal() -> None:
+    assert {GnmrConfig.recommended(recipe).signal for recipe in RECIPES.values()} == {"gnmr"}
 
 
 @pytest.mark.parametrize(("given", "expected"), [(0, 0), (1 << 20, 1 << 20), (0.2, 0.2), (1.0, 1.0)])

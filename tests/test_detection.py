@@ -94,12 +94,12 @@ def test_a_replay_decides_as_a_live_controller(
     assert tuple(spans) == recorded.spans
 
 
-def test_rows_count_what_the_records_have(detection: ModuleType, recorded: Any, monkeypatch: Any) -> None:
+def test_rows_count_what_the_records_have(detection: ModuleType, recorded: Any) -> None:
     loud = {"alpha": 1e-6, "beta": 1e-6, "warmup_steps": 0}
     silent = {"alpha": float("inf"), "beta": float("inf")}
-    monkeypatch.setattr(detection, "configurations", lambda: [("loud", loud), ("silent", silent)])
     quiet = detection.Record(recorded.units, recorded.norms, recorded.errors, ())
-    rows = {row["group"]: row for row in detection.replay_all([recorded, quiet], budget=14, lock=3)}
+    both = [("loud", loud), ("silent", silent)]
+    rows = {name: detection.replay_row([recorded, quiet], 14, 3, (name, changes)) for name, changes in both}
     assert rows["loud"]["Outliers"] == {"hit_rate": 1.0, "recovered_rate": 1.0, "delay": 0.0, "pairs": 4}
     assert rows["loud"]["LearningRateSpike"]["pairs"] == 14
     assert rows["loud"]["false_alarms_per_1000"] == 1000.0

@@ -152,7 +152,11 @@ def test_flags_become_settings(llama: ModuleType) -> None:
     settings = llama.parse(["--budget", "0.2", "--recipe", "int2/tensor:int8/token", "--device", "cpu"])
     assert settings.budget == 0.2
     assert settings.recipe == gnmr_fx.Recipe(gnmr_fx.Format("int2", "tensor"), gnmr_fx.Format("int8", "token"))
-    assert (settings.steps, settings.dtype, settings.config) == (llama.STEPS, "fp32", gnmr_fx.GnmrConfig())
+    assert (settings.steps, settings.dtype) == (llama.STEPS, "fp32")
+    assert settings.config == gnmr_fx.GnmrConfig.recommended(settings.recipe)
+    assert llama.parse([]).config == gnmr_fx.GnmrConfig()
+    given = llama.parse(["--signal", "gap", "--alpha", "0.1", "--beta", "3", "--lock", "7"])
+    assert given.config == gnmr_fx.GnmrConfig(signal="gap", alpha=0.1, beta=3.0, lock_steps=7)
     assert llama.parse(["--compare"]).steps == llama.STEPS_COMPARE
 
 

@@ -387,3 +387,19 @@ def test_metrics_and_logs_know_other_budgets_and_automatic_thresholds(tmp_path: 
     assert active == ["narrow"]
     assert (metrics["budget"], metrics["budget_use"]) == (2000, 1088 / 2000)
     assert str(jsonl.read_log(tmp_path / "log.jsonl").report()) == str(gnmr_fx.report(model))
+
+
+def test_without_a_configuration_the_recommended_one_is_in_force() -> None:
+    coarse = gnmr_fx.Recipe(gnmr_fx.Format("int2", "tensor"), gnmr_fx.Format("int8"))
+    for recipe, signal in ((coarse, "error"), ("saved-int2-int8", "gnmr")):
+        torch.manual_seed(0)
+        model = gnmr_fx.instrument(nn.Sequential(nn.Linear(128, 128), nn.Linear(128, 128)), recipe, max_active=1)
+        controller = gnmr_fx.controller(model)
+        assert controller.config == gnmr_fx.GnmrConfig(signal=signal)
+        optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+        for _ in range(controller.config.warmup_steps + 2):
+            model(torch.randn(4, 128)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert len(controller.active) == (signal == "error")
+        assert ("errors measured" in str(gnmr_fx.report(model))) == (signal == "error")

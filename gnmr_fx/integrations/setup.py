@@ -37,11 +37,11 @@ class Setup:
     example_inputs: Any = None
 
     def __post_init__(self) -> None:
-        get_recipe(self.recipe)
+        recipe = get_recipe(self.recipe)
         get_scope(self.scope)
         if self.config is not None and not isinstance(self.config, GnmrConfig):
             raise ConfigError(f"config: expected a GnmrConfig or None, found {self.config!r}")
-        check_max_active(self.max_active, self.config or GnmrConfig())
+        check_max_active(self.max_active, self.config or GnmrConfig.recommended(recipe))
 
     def apply(self, model: nn.Module) -> tuple[nn.Module, bool]:
         """Instrument ``model``, unless it or a part of it is instrumented already, which is then used as it is.
