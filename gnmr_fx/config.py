@@ -16,6 +16,12 @@ HistoryKind: TypeAlias = Literal["shared", "per_path"]
 BudgetUnit: TypeAlias = Literal["units", "bytes", "flops"]
 Threshold: TypeAlias = float | Callable[[int], float] | Literal["auto"]
 
+_THRESHOLDS: dict[Signal, dict[str, Threshold]] = {
+    "gnmr": {"alpha": 8.0, "beta": 2.5},
+    "error": {"alpha": "auto", "beta": 4.0},
+    "gap": {"alpha": "auto", "beta": 4.0},
+}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GnmrConfig:
@@ -28,9 +34,9 @@ class GnmrConfig:
             mean, under the default one. Dimensionless. A positive number, a callable that takes the step and
             returns one, or ``"auto"`` (see ``auto_share``). ``math.inf`` switches the criterion off. A steady
             norm has ratio 1, so useful values lie above 1; a relative error is at most about 1, so useful
-            values of the other signals lie below. None: 5.0 for ``"gnmr"``, ``"auto"`` for the others.
+            values of the other signals lie below. None: 8.0 for ``"gnmr"``, ``"auto"`` for the others.
         beta: threshold on the change of that level, its ratio to its own recent mean (delta-GNMR);
-            dimensionless. As ``alpha``.
+            dimensionless. As ``alpha``. None: 2.5 for ``"gnmr"``, 4.0 for the others.
         window: number of earlier GNMR values of a unit that delta-GNMR looks back on (the paper's delta),
             and of earlier norms for ``mean="window"``; in steps in which the unit had a finite gradient.
         lock_steps: number of steps for which a unit stays a candidate after a step in which it was active
@@ -60,18 +66,18 @@ class GnmrConfig:
             does not suffice for all candidates: others take their place only where they are riskier by
             more than that. 1 is the paper's rule.
 
-    The default thresholds are passed by less than 1% of the unit-steps of an ordinary run of the demo model
-    (``benchmarks/detection.py``); the paper's own thresholds are not public.
+    The defaults of ``alpha``, ``beta``, ``window`` and ``warmup_steps`` are those that found most outliers at the
+    fewest false alarms in ``benchmarks/detection.py`` (docs/quality.md); the paper's own values are not public.
 
     Raises:
         ConfigError: a value out of its range. What a callable threshold returns is checked when it is used.
     """
 
     alpha: Threshold = None  # type: ignore[assignment]  # never None once built
-    beta: Threshold = 4.0
+    beta: Threshold = None  # type: ignore[assignment]  # nor this
     window: int = 8
     lock_steps: int = 50
-    warmup_steps: int = 20
+    warmup_steps: int = 50
     mean: MeanKind = "all"
     ema_decay: float = 0.99
     max_events: int = 100_000
@@ -86,9 +92,9 @@ class GnmrConfig:
         _check_choice("signal", self.signal, get_args(Signal))
         _check_choice("history", self.history, get_args(HistoryKind))
         _check_choice("budget_unit", self.budget_unit, get_args(BudgetUnit))
-        given: object = self.alpha
-        if given is None:
-            object.__setattr__(self, "alpha", 5.0 if self.signal == "gnmr" else "auto")
+        for name, default in _THRESHOLDS[self.signal].items():
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, default)
         for name, bound in (("alpha", self.alpha), ("beta", self.beta)):
             if not callable(bound) and not is_auto(bound):
                 threshold(bound, 1, name)

@@ -170,7 +170,13 @@ class Matrix(NamedTuple):
 
 
 def _int_mm(left: Matrix, right: Matrix, dtype: torch.dtype) -> Tensor:
-    sums = torch._int_mm(left.codes, right.codes.t())
+    # The stride of a dimension of 1 is arbitrary, yet the CPU's kernel takes it for the leading dimension and reads
+    # past the end (pytorch/pytorch#195066): both operands get the strides that their shapes have.
+    (rows, summed), columns = left.codes.shape, right.codes.shape[0]
+    transposed = (1, summed) if summed > 1 else (columns, 1)
+    sums = torch._int_mm(
+        left.codes.as_strided((rows, summed), (summed, 1)), right.codes.as_strided((summed, columns), transposed)
+    )
     return kernels.rescale(sums, left.scales, right.scales.t(), dtype)
 
 

@@ -18,11 +18,11 @@ from gnmr_fx.recipe import RECIPES, Format, Recipe
 def test_defaults() -> None:
     config = GnmrConfig()
     assert dataclasses.asdict(config) == {
-        "alpha": 5.0,
-        "beta": 4.0,
+        "alpha": 8.0,
+        "beta": 2.5,
         "window": 8,
         "lock_steps": 50,
-        "warmup_steps": 20,
+        "warmup_steps": 50,
         "mean": "all",
         "ema_decay": 0.99,
         "max_events": 100_000,
@@ -35,15 +35,20 @@ def test_defaults() -> None:
     }
 
 
-@pytest.mark.parametrize(("signal", "alpha"), [("gnmr", 5.0), ("error", "auto"), ("gap", "auto")])
-def test_alpha_left_out_is_the_signals_own(signal: Signal, alpha: Threshold) -> None:
-    assert GnmrConfig(signal=signal).alpha == GnmrConfig(signal=signal, alpha=None).alpha == alpha  # type: ignore[arg-type]
+@pytest.mark.parametrize(
+    ("signal", "alpha", "beta"), [("gnmr", 8.0, 2.5), ("error", "auto", 4.0), ("gap", "auto", 4.0)]
+)
+def test_thresholds_left_out_are_the_signals_own(signal: Signal, alpha: Threshold, beta: Threshold) -> None:
+    left_out = GnmrConfig(signal=signal)
+    assert left_out == GnmrConfig(signal=signal, alpha=None, beta=None)  # type: ignore[arg-type]
+    assert (left_out.alpha, left_out.beta) == (alpha, beta)
+    assert GnmrConfig(signal=signal, beta=9.0).beta == 9.0
     assert GnmrConfig(signal=signal, alpha=0.3).alpha == 0.3
     assert GnmrConfig(signal=signal, alpha=math.inf).alpha == math.inf
 
 
 def test_a_threshold_that_no_relative_error_passes_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"alpha: expected a relative error of at most 1 .* found 5\.0"):
+    with pytest.raises(ConfigError, match=r"alpha: expected a relative error of at most 1 .* found 8\.0"):
         dataclasses.replace(GnmrConfig(), signal="error")
 
 
@@ -116,7 +121,6 @@ def test_is_a_frozen_value() -> None:
         ("alpha", -math.inf, "positive number"),
         ("alpha", True, "positive number"),
         ("alpha", "3", "positive number"),
-        ("beta", None, "positive number"),
         ("alpha", "automatic", "positive number"),
         ("signal", "eror", "did you mean 'error'?"),
         ("signal", 3, "'gnmr', 'error', 'gap'"),

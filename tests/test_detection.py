@@ -96,7 +96,7 @@ def test_a_replay_decides_as_a_live_controller(
 
 def test_rows_count_what_the_records_have(detection: ModuleType, recorded: Any) -> None:
     loud = {"alpha": 1e-6, "beta": 1e-6, "warmup_steps": 0}
-    silent = {"alpha": float("inf"), "beta": float("inf")}
+    silent = {"alpha": float("inf"), "beta": float("inf"), "warmup_steps": 0}
     quiet = detection.Record(recorded.units, recorded.norms, recorded.errors, ())
     both = [("loud", loud), ("silent", silent)]
     rows = {name: detection.replay_row([recorded, quiet], 14, 3, (name, changes)) for name, changes in both}
