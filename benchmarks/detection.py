@@ -61,9 +61,10 @@ HISTORIES: tuple[Changes, ...] = (
     *({"window": window} for window in (2, 4, 8, 16, 32)),
     *({"mean": mean} for mean in ("ema", "window")),
     *({"mean": "window", "window": window} for window in (16, 32)),
-    *({"warmup_steps": steps} for steps in (10, 50, 100)),
+    *({"warmup_steps": steps} for steps in (10, 20, 100)),
+    {"alpha": 5.0, "beta": 4.0, "warmup_steps": 20},
 )
-"""What the ratios are taken to, under the default thresholds."""
+"""What the ratios are taken to, and from when on, under the default thresholds; and the ones before those."""
 
 
 def configurations() -> Iterator[tuple[str, Changes]]:

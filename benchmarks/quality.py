@@ -520,8 +520,13 @@ def _table(rows: Iterable[Sequence[str]], headers: Sequence[str]) -> str:
     return tabulate(rows, headers, disable_numparse=True)
 
 
-def plot(path: Path, to: Path) -> None:
-    """A panel for each setting: the perplexity of each run, and the mean of each policy.
+def plot(path: Path, to: Path, only: Sequence[str] = ()) -> None:
+    """A panel for each setting: the perplexity of each run, the mean of each policy, and that of full precision.
+
+    Args:
+        path: of the runs; the largest grid among them is drawn.
+        to: the picture.
+        only: settings to draw, in this order; by default all but those that only serve as a reference.
 
     Raises:
         SystemExit: with a message, where there is nothing to draw.
@@ -533,7 +538,10 @@ def plot(path: Path, to: Path) -> None:
     if not found:
         raise SystemExit(f"error: expected runs in {path}, found none; run the grid first")
     runs = max(found.values(), key=lambda of_kind: sum(map(len, of_kind.values())))  # the largest grid
-    settings = sorted({setting for setting, _ in runs})
+    references = {setting_of(policy, setting) for policy in ("full", "high") for setting, _ in runs}
+    settings = [s for s in only if any(own == s for own, _ in runs)] or sorted({s for s, _ in runs} - references)
+    if not settings:
+        raise SystemExit(f"error: expected runs in {path} of other policies than full and high, found none")
     figure = Figure(figsize=(3.2 * len(settings) + 1.5, 3.6), layout="constrained")
     FigureCanvasAgg(figure)
     for axes, setting in zip(figure.subplots(1, len(settings), squeeze=False)[0], settings, strict=True):
@@ -542,11 +550,17 @@ def plot(path: Path, to: Path) -> None:
             values = [run["perplexity"] for run in runs[setting, policy].values()]
             axes.plot([place] * len(values), values, "o", color="#9ecae8", markersize=4)
             axes.plot(place, statistics.fmean(values), "_", color="#0b4f8a", markersize=16, markeredgewidth=2)
-        axes.set_xticks(range(len(policies)), policies, rotation=60, ha="right", fontsize=7)
+        full = runs.get((setting_of("full", setting), "full"))
+        if full:
+            mean = statistics.fmean(run["perplexity"] for run in full.values())
+            axes.axhline(mean, color="#c0392b", linewidth=0.9, linestyle="--")
+            axes.text(0, mean, " full precision", color="#c0392b", fontsize=6, va="bottom")
+        labels = [re.sub("[:,]", "\n", policy) for policy in policies]
+        axes.set_xticks(range(len(policies)), labels, rotation=60, ha="right", fontsize=6)
         axes.tick_params(axis="y", labelsize=7)
         axes.set_title(setting, fontsize=9)
         axes.spines[["top", "right"]].set_visible(False)
-    figure.supylabel("validation perplexity per byte", fontsize=8)
+    figure.supylabel("validation perplexity per byte, seeds and mean", fontsize=8)
     to.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(to, dpi=150)
 
@@ -568,7 +582,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run, or show what was run; the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--settings", nargs="+", type=Setting.parse, default=[Setting.parse(name) for name in SETTINGS], metavar="NAME")
+    add("--settings", nargs="+", type=Setting.parse, metavar="NAME", help=f"default: {' '.join(SETTINGS)}")
     add("--policies", nargs="+", default=list(POLICIES), metavar="NAME")
     add("--seeds", nargs="+", type=int, default=[0, 1, 2, 3, 4])
     for name, default in (("steps", 600), ("batch", 16), ("seq", 128), ("budget", 5), ("lock", 50), ("warmup", 20)):
@@ -590,9 +604,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments.show:
             print(show(arguments.out, arguments.against))
         if arguments.plot:
-            plot(arguments.out, arguments.plot)
+            plot(arguments.out, arguments.plot, [setting.name for setting in arguments.settings or ()])
             print(f"plot: {arguments.plot}")
         return 0
+    arguments.settings = arguments.settings or [Setting.parse(name) for name in SETTINGS]
     jobs = jobs_of(arguments)
     try:
         for job in jobs:

@@ -145,6 +145,12 @@ def test_a_grid_resumes_and_shows(
     assert "10.0%" in rows["int4-g128", "gnmr"]
     assert quality.main(["--plot", str(tmp_path / "plot.png"), "--out", str(out)]) == 0
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+    assert quality.main(["--plot", str(tmp_path / "one.png"), "--out", str(out), "--settings", "int2-g128"]) == 0
+    assert (tmp_path / "one.png").stat().st_size < (tmp_path / "plot.png").stat().st_size
+    references = tmp_path / "references.jsonl"
+    references.write_text("".join(line for line in out.open() if '"full"' in line))
+    with pytest.raises(SystemExit, match=r"expected runs in .* of other policies than full and high, found none"):
+        quality.main(["--plot", str(tmp_path / "no.png"), "--out", str(references)])
 
 
 def test_a_failed_run_does_not_lose_the_others(quality: ModuleType, text: Path, tmp_path: Path) -> None:
