@@ -424,7 +424,8 @@ def run_compare(text: Text, settings: Settings) -> Result:
 
 def gnmr_policy(settings: Settings) -> Policy:
     """The controller's choice, within the budget."""
-    return Policy("GNMR", settings.recipe, settings.budget)
+    signal = settings.config.signal
+    return Policy("GNMR" if signal == "gnmr" else f"by {signal}", settings.recipe, settings.budget)
 
 
 def policies(settings: Settings) -> Iterator[Policy]:
