@@ -539,7 +539,11 @@ def plot(path: Path, to: Path, only: Sequence[str] = ()) -> None:
         raise SystemExit(f"error: expected runs in {path}, found none; run the grid first")
     runs = max(found.values(), key=lambda of_kind: sum(map(len, of_kind.values())))  # the largest grid
     references = {setting_of(policy, setting) for policy in ("full", "high") for setting, _ in runs}
-    settings = [s for s in only if any(own == s for own, _ in runs)] or sorted({s for s, _ in runs} - references)
+    there = {setting for setting, _ in runs}
+    absent = [setting for setting in only if setting not in there]
+    if absent:
+        raise SystemExit(f"error: expected runs of {', '.join(absent)} in {path}, found none; run them first")
+    settings = list(only) or sorted(there - references)
     if not settings:
         raise SystemExit(f"error: expected runs in {path} of other policies than full and high, found none")
     figure = Figure(figsize=(3.2 * len(settings) + 1.5, 3.6), layout="constrained")

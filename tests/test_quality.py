@@ -147,6 +147,8 @@ def test_a_grid_resumes_and_shows(
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
     assert quality.main(["--plot", str(tmp_path / "one.png"), "--out", str(out), "--settings", "int2-g128"]) == 0
     assert (tmp_path / "one.png").stat().st_size < (tmp_path / "plot.png").stat().st_size
+    with pytest.raises(SystemExit, match="expected runs of int3-g128 in"):
+        quality.main(["--plot", str(tmp_path / "no.png"), "--out", str(out), "--settings", "int3-g128"])
     references = tmp_path / "references.jsonl"
     references.write_text("".join(line for line in out.open() if '"full"' in line))
     with pytest.raises(SystemExit, match=r"expected runs in .* of other policies than full and high, found none"):
