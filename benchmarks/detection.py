@@ -6,7 +6,7 @@
 Trains the demo model with every unit on the low-cost path and no budget, and keeps each unit's gradient norm and
 quantization error in each step: with the five transients of ``benchmarks/quality.py`` and without any. Then gives the
 recorded numbers to the controller (:func:`gnmr_fx.controller.update`) under every configuration below, which takes a
-fraction of a second each, and scores its decisions as :func:`gnmr_fx.testing.score` does. So all configurations meet
+few seconds each, and scores its decisions as :func:`gnmr_fx.testing.score` does. So all configurations meet
 the very same run. What a replay leaves out is that a recovered unit's norm is another one.
 
 A *hit* is a unit over a threshold during a transient that affects it (outliers and a damaged weight affect the units
@@ -22,7 +22,6 @@ import dataclasses
 import functools
 import json
 import math
-import multiprocessing
 import statistics
 import sys
 from collections.abc import Iterable, Iterator, Sequence
@@ -104,12 +103,7 @@ class Record:
 
 def record(job: quality.Job) -> Record:
     """Train under ``job``, whose policy is ``low``."""
-    names = ("size", "steps", "batch", "seq", "lr", "seed", "dtype")
-    settings = demo.Settings(**{name: getattr(job, name) for name in names})
-    setting = quality.Setting.parse(job.setting)
-    text = demo.load_text(Path(job.text) if job.text else None, job.seq)
-    torch.manual_seed(job.seed)
-    model = demo.build_model(demo.SIZES[job.size], job.seq)
+    settings, setting, text, model = quality.begin(job)
     config = gnmr_fx.GnmrConfig(signal="error", signal_every=1)
     gnmr_fx.instrument(model, setting.recipe, max_active=0, config=config)
     controller = gnmr_fx.controller(model)
@@ -211,7 +205,7 @@ def replay_all(paths: Sequence[Path], budget: int, lock: int, jobs: int = 1) -> 
     """A row for each configuration: hit rates over all runs with transients, alarms over all runs."""
     todo = list(configurations())
     one = functools.partial(_row_of_files, tuple(paths), budget, lock)
-    with _pool(jobs) as pool:
+    with quality.process_pool(jobs) as pool:
         yield from tqdm(pool.map(one, todo), total=len(todo), desc="replays", mininterval=1.0)
 
 
@@ -368,13 +362,6 @@ def _paths(arguments: argparse.Namespace) -> dict[quality.Job, Path]:
     return {job: arguments.out / f"{job.setting}-{job.seed}.pt" for job in _jobs(arguments)}
 
 
-def _pool(jobs: int) -> concurrent.futures.ProcessPoolExecutor:
-    """Processes that share the cores."""
-    threads = max(1, torch.get_num_threads() // jobs)
-    context = multiprocessing.get_context("spawn")
-    return concurrent.futures.ProcessPoolExecutor(jobs, context, torch.set_num_threads, (threads,))
-
-
 def _record_missing(arguments: argparse.Namespace) -> None:
     todo = {}
     for job, path in _paths(arguments).items():
@@ -382,7 +369,7 @@ def _record_missing(arguments: argparse.Namespace) -> None:
             todo[job] = path
         elif load(path)[0] != dataclasses.asdict(job):
             raise SystemExit(f"error: {path} is the record of another run; name another folder with --out")
-    with _pool(arguments.jobs) as pool, tqdm(total=len(todo), unit="run", mininterval=1.0) as bar:
+    with quality.process_pool(arguments.jobs) as pool, tqdm(total=len(todo), unit="run", mininterval=1.0) as bar:
         for future in concurrent.futures.as_completed([pool.submit(record_to, *item) for item in todo.items()]):
             future.result()
             bar.update()

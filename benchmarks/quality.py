@@ -206,17 +206,21 @@ def transients_of(controller: ModelController, steps: int, seed: int) -> list[te
 # A run ---------------------------------------------------------------------------------------------------------------
 
 
-def run(job: Job) -> dict[str, Any]:
-    """Train and validate; the line of ``job``."""
-    start = time.perf_counter()
+def begin(job: Job) -> tuple[demo.Settings, Setting, demo.Text, nn.Module]:
+    """What a run starts from: the demo's settings, the formats, the text, and the model of that seed."""
     names = ("size", "steps", "batch", "seq", "lr", "seed", "dtype")
     settings = demo.Settings(**{name: getattr(job, name) for name in names})
     setting = Setting.parse(job.setting)
     text = demo.load_text(Path(job.text) if job.text else None, job.seq)
     torch.manual_seed(job.seed)
     model = demo.build_model(demo.SIZES[job.size], job.seq)
-    if setting.prepare is not None:
-        model = setting.prepare(model)
+    return settings, setting, text, model if setting.prepare is None else setting.prepare(model)
+
+
+def run(job: Job) -> dict[str, Any]:
+    """Train and validate; the line of ``job``."""
+    start = time.perf_counter()
+    settings, setting, text, model = begin(job)
     controller = None
     if job.policy != "full" or setting.transients:
         budget = 0 if job.policy in ("full", "high", "low") else job.budget
@@ -371,6 +375,13 @@ def key_of(job: Job | Mapping[str, Any]) -> str:
     return json.dumps(dataclasses.asdict(job) if isinstance(job, Job) else job, sort_keys=True)
 
 
+def process_pool(processes: int) -> concurrent.futures.ProcessPoolExecutor:
+    """Processes that share the cores."""
+    threads = max(1, (os.cpu_count() or 1) // processes)
+    context = multiprocessing.get_context("spawn")
+    return concurrent.futures.ProcessPoolExecutor(processes, context, torch.set_num_threads, (threads,))
+
+
 def run_all(jobs: Sequence[Job], out: Path, processes: int) -> int:
     """Make the runs that ``out`` lacks; returns how many failed."""
     done = {key_of(row["job"]) for row in read(out)}
@@ -378,11 +389,7 @@ def run_all(jobs: Sequence[Job], out: Path, processes: int) -> int:
     print(f"{len(jobs)} runs, {len(jobs) - len(todo)} of them in {out} already", flush=True)
     out.parent.mkdir(parents=True, exist_ok=True)
     failed = 0
-    threads = max(1, (os.cpu_count() or 1) // processes)
-    pool = concurrent.futures.ProcessPoolExecutor(
-        processes, multiprocessing.get_context("spawn"), torch.set_num_threads, (threads,)
-    )
-    with pool, tqdm(total=len(todo), unit="run", mininterval=1.0) as bar:
+    with process_pool(processes) as pool, tqdm(total=len(todo), unit="run", mininterval=1.0) as bar:
         futures = {pool.submit(run, job): job for job in todo}
         try:
             for future in concurrent.futures.as_completed(futures):

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
+import sys
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -27,6 +31,20 @@ def readable_kernels() -> Iterator[None]:
             patch.setattr(kernels, name, functools.partial(getattr(kernels, name), backend="eager"))
         patch.setattr(kernels, "rescale", formats.rescaled)
         yield
+
+
+@contextlib.contextmanager
+def benchmark(name: str, *imports: str) -> Iterator[ModuleType]:
+    """A module of benchmarks/, run by the readable code; it and those it ``imports`` are forgotten afterwards."""
+    folder = str(Path(__file__).resolve().parent.parent / "benchmarks")
+    sys.path.insert(0, folder)
+    try:
+        with readable_kernels():
+            yield importlib.import_module(name)
+    finally:
+        sys.path.remove(folder)
+        for module in (name, *imports):
+            sys.modules.pop(module, None)
 
 
 def chain(depth: int = 3, width: int = 40) -> nn.Sequential:

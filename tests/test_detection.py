@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -12,26 +11,17 @@ import pytest
 import torch
 
 import gnmr_fx
-from tests.loops import readable_kernels
+from tests.loops import benchmark
 
 pytest.importorskip("transformers")
-BENCHMARKS = str(Path(__file__).resolve().parent.parent / "benchmarks")
 SMALL = {"size": "nano", "batch": 2, "seq": 32, "steps": 40, "lr": 1e-3, "dtype": "fp32", "budget": 2, "lock": 3}
 SMALL |= {"warmup": 0, "signal_every": 1, "oracle_every": 0, "compile": False}
 
 
 @pytest.fixture(scope="module")
 def detection() -> Iterator[ModuleType]:
-    sys.path.insert(0, BENCHMARKS)
-    try:
-        import detection as module
-
-        with readable_kernels():
-            yield module
-    finally:
-        sys.path.remove(BENCHMARKS)
-        for name in ("detection", "quality"):
-            sys.modules.pop(name, None)
+    with benchmark("detection", "quality") as module:
+        yield module
 
 
 @pytest.fixture(scope="module")
@@ -71,18 +61,12 @@ def test_a_record_has_every_step(recorded: Any) -> None:
 def test_a_replay_decides_as_a_live_controller(
     detection: ModuleType, job: Any, recorded: Any, changes: dict[str, Any]
 ) -> None:
-    quality, demo = detection.quality, detection.demo
+    quality = detection.quality
     config = gnmr_fx.GnmrConfig(warmup_steps=5, lock_steps=3, **changes)
-    settings = demo.Settings(
-        size="nano", steps=job.steps, batch=job.batch, seq=job.seq, lr=job.lr, seed=job.seed, dtype=job.dtype
-    )
-    torch.manual_seed(job.seed)
-    model = demo.build_model(demo.SIZES["nano"], job.seq)
-    setting = quality.Setting.parse(job.setting)
+    settings, setting, text, model = quality.begin(job)
     gnmr_fx.instrument(model, setting.recipe, max_active=0, config=config)
     live = gnmr_fx.controller(model)
-    text = demo.load_text(Path(job.text), job.seq).train
-    _, _, spans = quality.train(job, settings, setting, model, live, text)
+    _, _, spans = quality.train(job, settings, setting, model, live, text.train)
 
     replayed = detection.replay(recorded, config, 0)
     expected = [event for event in live.events if event.risky]

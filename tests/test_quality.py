@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -14,25 +13,17 @@ from typing import Any
 import pytest
 
 import gnmr_fx
-from tests.loops import readable_kernels
+from tests.loops import benchmark
 
 pytest.importorskip("transformers")
-BENCHMARKS = str(Path(__file__).resolve().parent.parent / "benchmarks")
 SMALL = ["--size", "nano", "--batch", "2", "--seq", "32", "--steps", "12", "--warmup", "2", "--lock", "3"]
 SMALL += ["--budget", "2", "--oracle-every", "5", "--signal-every", "2"]
 
 
 @pytest.fixture(scope="module")
 def quality() -> Iterator[ModuleType]:
-    sys.path.insert(0, BENCHMARKS)
-    try:
-        import quality as module
-
-        with readable_kernels():
-            yield module
-    finally:
-        sys.path.remove(BENCHMARKS)
-        sys.modules.pop("quality", None)
+    with benchmark("quality") as module:
+        yield module
 
 
 @pytest.fixture
