@@ -164,27 +164,14 @@ def replay(run: Record, config: gnmr_fx.GnmrConfig, budget: int) -> list[Event]:
     state = init(len(run.units), config, budget)
     events = []
     for at, norms in enumerate(run.norms):
-        before = state.active
+        before = state.recovered
         errors = run.errors[at] if at % config.signal_every == 0 else None
         state, decision = update(state, norms, config, errors=errors)
-        told = decision.risky | (decision.active != before)
-        for index in told.nonzero().flatten().tolist():
-            on, candidate = bool(decision.active[index]), bool(decision.candidates[index])
-            events.append(
-                Event(
-                    step=at + 1,
-                    unit=run.units[index],
-                    norm=float(norms[index]),
-                    gnmr=float(decision.gnmr[index]),
-                    delta_gnmr=float(decision.delta_gnmr[index]),
-                    risk=float(decision.risk[index]),
-                    risky=bool(decision.risky[index]),
-                    outcome="chosen" if on else "refused" if candidate else "released",
-                    lock=int(decision.lock[index]),
-                    changed=on != bool(before[index]),
-                    forced=False,
-                )
-            )
+        for unit, norm, verdict, was_on in zip(run.units, norms.tolist(), decision.units, before, strict=True):
+            changed = verdict.active != was_on
+            if changed or verdict.risky:
+                event = Event.of(unit, verdict, verdict.active, step=at + 1, norm=norm, changed=changed, forced=False)
+                events.append(event)
     return events
 
 

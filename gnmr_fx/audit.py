@@ -16,9 +16,10 @@ from tqdm import tqdm
 
 from gnmr_fx import signals
 from gnmr_fx.config import BudgetUnit
-from gnmr_fx.controller import capacity, choose
+from gnmr_fx.controller import MISSING, capacity, choose
 from gnmr_fx.distributed import is_distributed
 from gnmr_fx.errors import AuditError
+from gnmr_fx.heard import root_means
 from gnmr_fx.instrument import ModelController, controller, unwrap
 from gnmr_fx.plot import draw_audit
 from gnmr_fx.report import report
@@ -269,8 +270,6 @@ def audit(
     lost = _norm(low[name] - high[name] for name in parameters)
     risks = None if installed.decision is None else tuple(installed.decision.risk.tolist())
     recent, steps = _recent(past.periods, past.units, past.steps, past.first_step, recent_steps)
-    squared = torch.tensor(gaps, dtype=torch.float64).square()
-    priced = torch.tensor([math.inf if cost < 0 else cost for cost in costs], dtype=torch.float64)
     return Audit(
         units=past.units,
         gaps=tuple(gaps),
@@ -279,7 +278,7 @@ def audit(
         risks=risks,
         recent=recent,
         active=now,
-        oracle=tuple(_best(squared, priced, installed).tolist()),
+        oracle=tuple(_best(gaps, costs, installed)),
         budget=installed.max_active,
         budget_unit=installed.config.budget_unit,
         recent_steps=steps,
@@ -374,24 +373,24 @@ def _name_of(parameters: Mapping[str, Tensor], weight: Tensor) -> str:
 
 def _errors(installed: ModelController) -> list[float]:
     """Relative error that the pass just made measured for each unit, 0 where there was none."""
-    sums, counts = installed.probe.sums(torch.device("cpu"))
-    return (sums / counts).sqrt().nan_to_num(nan=0.0, posinf=math.inf).tolist()
+    found = root_means(installed.probe.sums(torch.device("cpu")).tolist())
+    return [0.0 if error == MISSING else error for error in found]
 
 
-def _best(squared: Tensor, costs: Tensor, installed: ModelController) -> Tensor:
+def _best(gaps: Sequence[float], costs: Sequence[float], installed: ModelController) -> list[bool]:
     """The oracle's set: a mask."""
-    candidates = squared > 0
+    squared = [gap * gap for gap in gaps]
+    candidates = [square > 0.0 for square in squared]
     if installed.config.budget_unit == "units":
         return choose(candidates, squared, float(installed.max_active))
-    return choose(candidates, squared, capacity(installed.max_active, costs), costs)
+    priced = [math.inf if cost < 0.0 else cost for cost in costs]
+    return choose(candidates, squared, capacity(installed.max_active, priced), priced)
 
 
 def _correlations(
     gaps: list[float], norms: list[float], errors: list[float], risks: tuple[float, ...] | None
 ) -> dict[str, float]:
-    none = torch.zeros(len(gaps), dtype=torch.bool)
-    error, norm = (torch.tensor(values, dtype=torch.float64) for values in (errors, norms))
-    estimate = signals.gap(error, norm, none).tolist()
+    estimate = signals.gap(errors, norms, [True] * len(gaps))
     found = {"norm": spearman(norms, gaps), "error": spearman(errors, gaps), "gap": spearman(estimate, gaps)}
     return found if risks is None else {"risk": spearman(risks, gaps)} | found
 

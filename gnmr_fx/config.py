@@ -271,6 +271,8 @@ def _as_int(value: object) -> int | None:
 
 def _as_float(value: object) -> float:
     """The value as a float, or NaN where it is no real number; a bool is none."""
+    if type(value) is float:
+        return value
     return float(value) if isinstance(value, Real) and not _is_bool(value) else math.nan
 
 

@@ -40,15 +40,18 @@ Rules for values that the formulas leave open:
 - *Warm-up*: in steps 1 to ``warmup_steps`` no threshold fires, so units run on the low-cost path, save those
   with a non-finite norm and the locks that these take.
 
-The numbers of a unit depend on the history of that unit alone, bit for bit: neither on its index, nor on the
-number of units, nor on the number of threads (but for ``gap`` and automatic thresholds, which are about all units).
-Nothing here mutates its arguments.
+The numbers of a unit depend on the history of that unit alone, bit for bit: neither on its index nor on the number of
+units (but for ``gap`` and automatic thresholds, which are about all units). Nothing here mutates its arguments.
+
+All of it is plain arithmetic on Python floats, unit by unit. A model has tens to hundreds of units: on vectors that
+short a tensor operation costs many times its numbers, most of all after a training step, which leaves caches cold.
+Tensors are what may come in (norms), what is saved (:func:`state_to_dict`), and columns of a :class:`Decision`.
 """
 
 import math
+import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Final, TypeAlias
+from typing import Final, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -60,6 +63,7 @@ from gnmr_fx.config import (
     HistoryKind,
     MeanKind,
     Signal,
+    Threshold,
     check_budget,
     is_auto,
     resolve_budget,
@@ -81,84 +85,148 @@ STATE_VERSION: Final = 2
 
 StateDict: TypeAlias = dict[str, Tensor | int | str]
 
-_LARGEST: Final = torch.finfo(torch.float64).max
+_LARGEST: Final = sys.float_info.max
 _LEAST_AUTO: Final = 1e-30
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class State:
-    """Everything that the decisions of later steps depend on, besides the configuration.
+class Past(NamedTuple):
+    """What decisions remember of a unit. Numbers are finite and at least 0; ``W`` is ``config.window``.
 
-    All tensors are on the CPU, finite and non-negative, and are to be treated as read-only. ``U`` is the
-    number of units, ``W`` is ``config.window``. Histories hold the newest value in row 0, and zeros below the
-    values. ``H`` is U, or 2U with histories per path: then those of the low-cost path come first.
+    Attributes:
+        mean: of the norms of all earlier steps, in units of the norms; 0.0 if there were none.
+        steps: number n of those that entered the mean since the start.
+        norms: the last min(n, W) norms, the newest first, for ``mean="window"``; else none.
+        levels: the last levels (GNMR values), the newest first, each at most :data:`MAX_RATIO`: min(n, W) of them, or
+            for the signal ``gnmr`` min(n - 1, W), as the first norm has no GNMR.
+    """
+
+    mean: float = 0.0
+    steps: int = 0
+    norms: tuple[float, ...] = ()
+    levels: tuple[float, ...] = ()
+
+
+class State(NamedTuple):
+    """Everything that the decisions of later steps depend on, besides the configuration. ``U`` is the number of units.
 
     Attributes:
         num_units: U.
         max_active: the budget: the largest number of active units in a step; for a budget in bytes or operations, that
             number of them (int), or the share of what all units cost (float).
         step: number of updates made.
-        mean_kind, signal, history: as in :class:`GnmrConfig`.
-        mean: ``[H]`` float64, mean of the norms of all earlier steps, in units of the norms; 0 if none.
-        count: ``[H]`` int64, number n of steps that entered the mean since the start. Then ``norms`` holds min(n, W)
-            values and ``ratios`` as many, or, for the signal ``gnmr``, min(n - 1, W), as the first norm has no GNMR.
-        norms: ``[W, H]`` float64, the last norms, for ``mean_kind="window"``; else ``[0, H]``.
-        ratios: ``[W, H]`` float64, the last levels (GNMR values), each at most :data:`MAX_RATIO`.
-        lock: ``[U]`` int64, steps for which the unit stays a candidate.
-        active: ``[U]`` bool, the last decision.
-        error: ``[U]`` float64, the relative error measured last.
-        measured: ``[U]`` bool, whether there was one.
-        auto: ``[2]`` float64, the automatic thresholds in the place of alpha and beta; 0 before the first level.
+        mean_kind, window, signal, history: as in :class:`GnmrConfig`.
+        pasts: of each unit, U of them; with histories per path 2U, and those of the low-cost path come first.
+        locks: of each unit, the steps for which it stays a candidate.
+        recovered: of each unit, the last decision.
+        errors: of each unit, the relative error measured last; :data:`MISSING` if there was none.
+        tau: the automatic thresholds in the place of alpha and beta; 0.0 before the first level.
     """
 
     num_units: int
     max_active: int | float
     step: int
     mean_kind: MeanKind
+    window: int
     signal: Signal
     history: HistoryKind
-    mean: Tensor
-    count: Tensor
-    norms: Tensor
-    ratios: Tensor
-    lock: Tensor
-    active: Tensor
-    error: Tensor
-    measured: Tensor
-    auto: Tensor
+    pasts: tuple[Past, ...]
+    locks: tuple[int, ...]
+    recovered: tuple[bool, ...]
+    errors: tuple[float, ...]
+    tau: tuple[float, float]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Decision:
-    """What one update decided and why. All tensors are ``[U]``, on the CPU, free of NaN, and read-only.
+class Verdict(NamedTuple):
+    """What one update found and decided about one unit. No number is NaN.
+
+    Attributes:
+        gnmr: ratio of the norm to the mean, or the level of another signal in its place; dimensionless, may be ``inf``.
+        delta_gnmr: ratio of that to its recent mean; dimensionless, may be ``inf``.
+        risk: the larger of the two ratios in units of its threshold; may be ``inf``.
+        risky: a threshold fired or the norm is not finite.
+        candidate: risky or locked.
+        active: on the recovery path from now on.
+        lock: lock after this step, in steps.
+        missing: the unit had no gradient in this step, or no error was measured yet for a signal that needs one.
+    """
+
+    gnmr: float
+    delta_gnmr: float
+    risk: float
+    risky: bool
+    candidate: bool
+    active: bool
+    lock: int
+    missing: bool
+
+    @property
+    def refused(self) -> bool:
+        """A candidate that the budget left out."""
+        return self.candidate and not self.active
+
+
+UNJUDGED: Final = Verdict(1.0, 1.0, 0.0, risky=False, candidate=False, active=False, lock=0, missing=False)
+"""What there is to say about a unit before the first step."""
+
+
+class Decision(NamedTuple):
+    """What one update decided and why: a record for each unit, and each field of these as a tensor ``[U]``.
 
     Attributes:
         step: index of the step, from 1; the value that schedules of ``alpha`` and ``beta`` were given.
-        gnmr: float64, ratio of the norm to the mean, or the level of another signal in its place; dimensionless, may
-            be ``inf``.
-        delta_gnmr: float64, ratio of that to its recent mean; dimensionless, may be ``inf``.
-        risk: float64, the larger of the two ratios in units of its threshold; may be ``inf``.
-        risky: bool, a threshold fired or the norm is not finite.
-        candidates: bool, risky or locked.
-        active: bool, on the recovery path from now on; at most ``max_active`` are True.
-        refused: bool, a candidate that the budget left out.
-        lock: int64, lock after this step, in steps.
-        missing: bool, the unit had no gradient in this step, or no error was measured yet for a signal that needs one.
+        units: the verdict on each unit; within the budget, they are ``active``.
         alpha, beta: the thresholds in force, positive; ``inf`` = off.
     """
 
     step: int
-    gnmr: Tensor
-    delta_gnmr: Tensor
-    risk: Tensor
-    risky: Tensor
-    candidates: Tensor
-    active: Tensor
-    refused: Tensor
-    lock: Tensor
-    missing: Tensor
+    units: tuple[Verdict, ...]
     alpha: float
     beta: float
+
+    @property
+    def gnmr(self) -> Tensor:
+        """:attr:`Verdict.gnmr` of each unit, float64."""
+        return _tensor([unit.gnmr for unit in self.units])
+
+    @property
+    def delta_gnmr(self) -> Tensor:
+        """:attr:`Verdict.delta_gnmr` of each unit, float64."""
+        return _tensor([unit.delta_gnmr for unit in self.units])
+
+    @property
+    def risk(self) -> Tensor:
+        """:attr:`Verdict.risk` of each unit, float64."""
+        return _tensor([unit.risk for unit in self.units])
+
+    @property
+    def risky(self) -> Tensor:
+        """:attr:`Verdict.risky` of each unit, bool."""
+        return _tensor([unit.risky for unit in self.units], torch.bool)
+
+    @property
+    def candidates(self) -> Tensor:
+        """:attr:`Verdict.candidate` of each unit, bool."""
+        return _tensor([unit.candidate for unit in self.units], torch.bool)
+
+    @property
+    def active(self) -> Tensor:
+        """:attr:`Verdict.active` of each unit, bool."""
+        return _tensor([unit.active for unit in self.units], torch.bool)
+
+    @property
+    def refused(self) -> Tensor:
+        """:attr:`Verdict.refused` of each unit, bool."""
+        return _tensor([unit.refused for unit in self.units], torch.bool)
+
+    @property
+    def lock(self) -> Tensor:
+        """:attr:`Verdict.lock` of each unit, int64."""
+        return _tensor([unit.lock for unit in self.units], torch.int64)
+
+    @property
+    def missing(self) -> Tensor:
+        """:attr:`Verdict.missing` of each unit, bool."""
+        return _tensor([unit.missing for unit in self.units], torch.bool)
 
 
 def init(num_units: int, config: GnmrConfig, max_active: int | float) -> State:
@@ -180,24 +248,19 @@ def init(num_units: int, config: GnmrConfig, max_active: int | float) -> State:
         raise ConfigError(f"num_units: expected an int of at least 1, found {found!r}. Count the units.")
     unit = config.budget_unit
     budget = resolve_budget(max_active, num_units) if unit == "units" else check_budget(max_active, unit)
-    norm_rows = config.window if config.mean == "window" else 0
-    columns = num_units * (2 if config.history == "per_path" else 1)
     return State(
         num_units=num_units,
         max_active=budget,
         step=0,
         mean_kind=config.mean,
+        window=config.window,
         signal=config.signal,
         history=config.history,
-        mean=_zeros(columns),
-        count=_zeros(columns, dtype=torch.int64),
-        norms=_zeros(norm_rows, columns),
-        ratios=_zeros(config.window, columns),
-        lock=_zeros(num_units, dtype=torch.int64),
-        active=_zeros(num_units, dtype=torch.bool),
-        error=_zeros(num_units),
-        measured=_zeros(num_units, dtype=torch.bool),
-        auto=_zeros(2),
+        pasts=(Past(),) * _columns(num_units, config.history),
+        locks=(0,) * num_units,
+        recovered=(False,) * num_units,
+        errors=(MISSING,) * num_units,
+        tau=(0.0, 0.0),
     )
 
 
@@ -208,7 +271,7 @@ def update(
     *,
     errors: Tensor | Sequence[float] | None = None,
     costs: Tensor | Sequence[float] | None = None,
-    recovered: Tensor | None = None,
+    recovered: Tensor | Sequence[bool] | None = None,
 ) -> tuple[State, Decision]:
     """One step of the controller: the formulas and rules of the module's docstring.
 
@@ -234,130 +297,111 @@ def update(
             fixed than the state.
         ConfigError: a schedule returned something else than a positive number.
     """
-    _check_config((state.mean_kind, state.ratios.shape[0], state.signal, state.history), config)
+    _check_config((state.mean_kind, state.window, state.signal, state.history), config)
     norm = _vector("norms", norms, state.num_units)
+    priced = None if config.budget_unit == "units" else _costs(costs, state.num_units, config.budget_unit)
     step = state.step + 1
     alpha, beta = thresholds(state, step, config)
 
-    broken = norm == math.inf
-    missing = norm < 0.0
-    error, held, measured = state.error, state.error, state.measured
+    broken = [n == math.inf for n in norm]
+    missing = [n < 0.0 for n in norm]
+    error = state.errors
     if config.measures_errors:
         if errors is not None:
             found = _vector("errors", errors, state.num_units)
-            error, measured = torch.where(found >= 0.0, found, error), measured | (found >= 0.0)
-        infinite = error == math.inf
-        broken = broken | (infinite & ~missing)
-        missing = missing | (~measured & ~broken)
-        # An error that is not finite is no error to hold: until the next measurement the unit has none.
-        held, measured = error.masked_fill(infinite, 0.0), measured & ~infinite
-    usable = ~(broken | missing)
+            error = tuple(new if new >= 0.0 else old for new, old in zip(found, error, strict=True))
+        broken = [b or (e == math.inf and not m) for b, e, m in zip(broken, error, missing, strict=True)]
+        missing = [not b and (m or e < 0.0) for b, e, m in zip(broken, error, missing, strict=True)]
+    usable = [not (b or m) for b, m in zip(broken, missing, strict=True)]
 
-    path = None
+    places: Sequence[int] = range(state.num_units)
     if config.history == "per_path":
-        on = state.active if recovered is None else recovered
-        path = torch.arange(state.num_units) + state.num_units * on
-    mean, count, norm_history, ratios = (
-        history if path is None else history[..., path]
-        for history in (state.mean, state.count, state.norms, state.ratios)
-    )
-    if config.signal == "gnmr":
-        level, levels_known = signals.gnmr(norm, mean, missing | (count == 0)), count - 1
-    else:
-        levels_known = count
-        level = signals.error(error, ~usable) if config.signal == "error" else signals.gap(error, norm, ~usable)
-    level.masked_fill_(broken, math.inf)
-    recent = _row_sum(ratios) / levels_known.clamp(1, config.window)
-    change = signals.ratio(level, recent, missing | (levels_known <= 0)).masked_fill_(broken, math.inf)
-    risk = torch.maximum(_relative(level, alpha), _relative(change, beta))
-    risk.masked_fill_(missing, 0.0).masked_fill_(broken, math.inf)
+        on = state.recovered if recovered is None else recovered
+        places = [unit + state.num_units * bool(high) for unit, high in enumerate(on)]
+    past = [state.pasts[place] for place in places]
 
-    risky = broken
-    if step > config.warmup_steps:
-        risky = broken | (usable & ((level > alpha) | (change > beta)))
-    candidates = risky | (state.lock > 0)
-    priced = None if config.budget_unit == "units" else _costs(costs, state.num_units, config.budget_unit)
+    levels = _levels(norm, error, past, usable, config)
+    change, risk, risky, now = [], [], [], []
+    firing = step > config.warmup_steps
+    for unit, level in enumerate(levels):
+        if usable[unit]:
+            recent = past[unit].levels
+            moved = signals.ratio(level, math.fsum(recent) / len(recent)) if recent else 1.0
+            change.append(moved)
+            risk.append(max(_relative(level, alpha), _relative(moved, beta)))
+            risky.append(firing and (level > alpha or moved > beta))
+            now.append(_remembered(past[unit], norm[unit], level, config))
+        else:
+            if broken[unit]:
+                levels[unit] = math.inf
+            change.append(math.inf if broken[unit] else 1.0)
+            risk.append(math.inf if broken[unit] else 0.0)
+            risky.append(broken[unit])
+            now.append(past[unit])
+
+    candidates = [fired or lock > 0 for fired, lock in zip(risky, state.locks, strict=True)]
     active = _chosen(candidates, risk, state, priced, config)
-    lock = (state.lock - 1).clamp_(min=0).masked_fill_(active & risky, config.lock_steps)
-
-    heard = usable & (count >= 0 if config.measures_errors else count > 0)  # there is a level
-    counted = count + usable
-    norm_history = _pushed(norm_history, norm, usable)
-    values: tuple[Tensor, ...] = (
-        _next_mean(mean, norm, usable, counted, norm_history, config),
-        counted,
-        norm_history,
-        _pushed(ratios, level.clamp(max=MAX_RATIO), heard),
+    locks = tuple(
+        config.lock_steps if fired and high else lock - 1 if lock else 0
+        for fired, high, lock in zip(risky, active, state.locks, strict=True)
     )
-    if path is not None:
-        whole = (state.mean, state.count, state.norms, state.ratios)
-        values = tuple(old.index_copy(-1, path, new) for old, new in zip(whole, values, strict=True))
-    next_state = State(
-        num_units=state.num_units,
-        max_active=state.max_active,
+    if config.history == "per_path":
+        pasts = list(state.pasts)
+        for place, new in zip(places, now, strict=True):
+            pasts[place] = new
+        now = pasts
+    next_state = state._replace(
         step=step,
-        mean_kind=state.mean_kind,
-        signal=state.signal,
-        history=state.history,
-        mean=values[0],
-        count=values[1],
-        norms=values[2],
-        ratios=values[3],
-        lock=lock,
-        active=active,
-        error=held,
-        measured=measured,
-        auto=_next_auto(state, (level, change), heard, priced, config),
+        pasts=tuple(now),
+        locks=locks,
+        recovered=tuple(active),
+        # An error that is not finite is no error to hold: until the next measurement the unit has none.
+        errors=tuple(MISSING if e == math.inf else e for e in error),
+        tau=_next_auto(state, (levels, change), past, usable, priced, config),
     )
-    decision = Decision(
-        step=step,
-        gnmr=level,
-        delta_gnmr=change,
-        risk=risk,
-        risky=risky,
-        candidates=candidates,
-        active=active,
-        refused=candidates ^ active,
-        lock=lock,
-        missing=missing,
-        alpha=alpha,
-        beta=beta,
-    )
-    return next_state, decision
+    units = tuple(map(Verdict, levels, change, risk, risky, candidates, active, locks, missing))
+    return next_state, Decision(step=step, units=units, alpha=alpha, beta=beta)
 
 
 def thresholds(state: State, step: int, config: GnmrConfig) -> tuple[float, float]:
     """Alpha and beta in force at ``step``; ``inf`` for an automatic one that has not seen a level yet."""
-    alpha, beta = (
-        (float(calibrated) or math.inf) if is_auto(bound) else threshold(bound, step, name)
-        for name, bound, calibrated in zip(
-            ("alpha", "beta"), (config.alpha, config.beta), state.auto.tolist(), strict=True
-        )
-    )
-    return alpha, beta
+    alpha, beta = state.tau
+    return _in_force(config.alpha, alpha, step, "alpha"), _in_force(config.beta, beta, step, "beta")
 
 
-def capacity(max_active: int | float, costs: Tensor) -> float:
-    """A budget in bytes or operations as a number of them: an int as it is, a share of what all units cost."""
-    known = costs.isfinite()
-    whole = float(costs.masked_fill(~known, 0.0).cumsum(0)[-1])
-    return max_active * whole if isinstance(max_active, float) else float(max_active)
+def _in_force(bound: Threshold, calibrated: float, step: int, name: str) -> float:
+    if is_auto(bound):
+        return calibrated or math.inf
+    return threshold(bound, step, name)
 
 
-def check_costs(max_active: int | float, costs: Tensor | Sequence[float], unit: BudgetUnit) -> None:
-    """Refuse a budget in bytes or operations that no unit fits into, as far as costs are known.
+def capacity(max_active: int | float, costs: Sequence[float]) -> float:
+    """A budget in bytes or operations as a number of them: an int as it is, a share of what all units cost.
 
     Args:
-        max_active, costs, unit: as for :func:`update`.
+        max_active: the budget.
+        costs: of each unit; not counted where negative or not finite, that is, not known.
+    """
+    if not isinstance(max_active, float):
+        return float(max_active)
+    return max_active * math.fsum(cost for cost in costs if 0.0 <= cost < math.inf)
+
+
+def check_costs(max_active: int | float, costs: Sequence[float], unit: BudgetUnit) -> None:
+    """Check that a budget above 0 has room for some unit.
+
+    Args:
+        max_active: the budget.
+        costs: of each unit; not known where negative or not finite.
+        unit: of the budget, for the message.
 
     Raises:
-        BudgetError: the budget is above 0 and smaller than the cost of the cheapest unit.
+        BudgetError: the budget is below what the cheapest unit costs.
     """
-    priced = torch.as_tensor(costs, dtype=torch.float64, device="cpu")
-    known = priced[priced.isfinite() & (priced > 0)]
-    if not len(known) or not max_active:
+    known = [cost for cost in costs if 0.0 < cost < math.inf]
+    if not known or not max_active:
         return
-    room, cheapest = capacity(max_active, priced), float(known.min())
+    room, cheapest = capacity(max_active, costs), min(known)
     if room < cheapest:
         share = f" ({max_active:g} of all units' {room / max_active:.0f})" if isinstance(max_active, float) else ""
         raise BudgetError(
@@ -378,11 +422,22 @@ def state_to_dict(state: State) -> StateDict:
         "signal": state.signal,
         "history": state.history,
         "num_units": state.num_units,
-        "window": state.ratios.shape[0],
+        "window": state.window,
         "step": state.step,
     }
-    for name in _tensor_layout(state.num_units, state.ratios.shape[0], state.mean_kind, state.history):
-        saved[name] = getattr(state, name).clone()
+    columns: dict[str, Sequence[object]] = {
+        "mean": [past.mean for past in state.pasts],
+        "count": [past.steps for past in state.pasts],
+        "norms": _rows([past.norms for past in state.pasts], state.window),
+        "ratios": _rows([past.levels for past in state.pasts], state.window),
+        "lock": state.locks,
+        "active": state.recovered,
+        "error": [max(error, 0.0) for error in state.errors],
+        "measured": [error >= 0.0 for error in state.errors],
+        "auto": state.tau,
+    }
+    for name, (shape, dtype) in _tensor_layout(state.num_units, state.window, state.mean_kind, state.history).items():
+        saved[name] = _tensor(columns[name], dtype).reshape(shape)
     return saved
 
 
@@ -423,151 +478,196 @@ def state_from_dict(saved: Mapping[str, object], config: GnmrConfig, max_active:
         name: _loaded(name, _entry(saved, name), shape, dtype)
         for name, (shape, dtype) in _tensor_layout(num_units, config.window, config.mean, config.history).items()
     }
-    return State(
-        num_units=fresh.num_units,
-        max_active=fresh.max_active,
+    past_norms = _histories(tensors["norms"], tensors["count"]) if "norms" in tensors else ((),) * len(tensors["count"])
+    first = 0 if config.measures_errors else 1  # the first norm of all has no level
+    levels = _histories(tensors["ratios"].clamp(max=MAX_RATIO), tensors["count"] - first)
+    alpha, beta = tensors["auto"].tolist()
+    return fresh._replace(
         step=step,
-        mean_kind=fresh.mean_kind,
-        signal=fresh.signal,
-        history=fresh.history,
-        mean=tensors["mean"],
-        count=tensors["count"],
-        norms=tensors.get("norms", fresh.norms),
-        ratios=tensors["ratios"].clamp(max=MAX_RATIO),
-        lock=tensors["lock"],
-        active=tensors["active"],
-        error=tensors["error"],
-        measured=tensors["measured"],
-        auto=tensors["auto"],
+        pasts=tuple(map(Past, tensors["mean"].tolist(), tensors["count"].tolist(), past_norms, levels)),
+        locks=tuple(tensors["lock"].tolist()),
+        recovered=tuple(tensors["active"].tolist()),
+        errors=tuple(tensors["error"].masked_fill(~tensors["measured"], MISSING).tolist()),
+        tau=(alpha, beta),
     )
 
 
-def _zeros(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
-    return torch.zeros(shape, dtype=dtype, device="cpu")
+def digest(state: State) -> int:
+    """64 bits that differ where the state does, the same in every process of one version of Python."""
+    return hash((state.step, state.pasts, state.locks, state.recovered, state.errors, state.tau)) & 0xFFFFFFFFFFFFFFFF
 
 
-def _vector(name: str, values: Tensor | Sequence[float], num_units: int) -> Tensor:
-    """A new ``[U]`` float64 tensor on the CPU, every non-finite value in it as ``inf``."""
+def _tensor(values: Sequence[object], dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.tensor(values, dtype=dtype, device="cpu")
+
+
+def _columns(num_units: int, history: HistoryKind) -> int:
+    """Number of histories."""
+    return num_units * (2 if history == "per_path" else 1)
+
+
+def _rows(histories: Sequence[tuple[float, ...]], window: int) -> list[list[float]]:
+    """Histories as a matrix ``[W, U]``: the newest values in row 0, and zeros below the values."""
+    padded = [(*values, *(0.0,) * (window - len(values))) for values in histories]
+    return [list(row) for row in zip(*padded, strict=True)]
+
+
+def _histories(rows: Tensor, lengths: Tensor) -> tuple[tuple[float, ...], ...]:
+    """The inverse of :func:`_rows`, for so many values of each."""
+    return tuple(tuple(column[: max(0, n)]) for column, n in zip(rows.T.tolist(), lengths.tolist(), strict=True))
+
+
+def _vector(name: str, values: Tensor | Sequence[float], num_units: int) -> list[float]:
+    """The values as floats, ``inf`` in the place of every one that is not finite, 0.0 in that of -0.0."""
     if isinstance(values, Tensor):
         if not values.is_floating_point():
             raise StateMismatchError(
                 f"{name}: expected a floating dtype, found {values.dtype}. Convert the {name} to float first."
             )
-        vector = values.detach().cpu().to(torch.float64)
+        shape, found = tuple(values.shape), values.detach().to("cpu", torch.float64)
+    elif type(values) is list and len(values) == num_units and all(type(value) is float for value in values):
+        return _finite(values)
     else:
         try:
-            vector = torch.as_tensor(values, dtype=torch.float64, device="cpu")
+            found = torch.as_tensor(values, dtype=torch.float64, device="cpu")
         except (TypeError, ValueError, OverflowError, RuntimeError) as error:
             raise StateMismatchError(
                 f"{name}: expected a tensor or a sequence of floats, found {type(values).__name__} that does "
                 f"not convert ({error}). Pass one float for each unit."
             ) from error
-    if vector.shape != (num_units,):
+        shape = tuple(found.shape)
+    if shape != (num_units,):
         raise StateMismatchError(
-            f"{name}: expected shape ({num_units},), found {tuple(vector.shape)}. Pass one for each "
+            f"{name}: expected shape ({num_units},), found {shape}. Pass one for each "
             "unit, in the order of the units, and a negative number for a unit that has none."
         )
+    return _finite(found.tolist())
+
+
+def _finite(values: list[float]) -> list[float]:
     # The sum turns -0.0 into 0.0: a quotient by a mean of -0.0 would have the wrong sign.
-    return (vector + 0.0).nan_to_num_(nan=math.inf, posinf=math.inf, neginf=math.inf)
+    return [value + 0.0 if math.isfinite(value) else math.inf for value in values]
 
 
-def _costs(costs: Tensor | Sequence[float] | None, num_units: int, unit: BudgetUnit) -> Tensor:
-    """Costs ``[U]``, ``inf`` where one is not known."""
+def _costs(costs: Tensor | Sequence[float] | None, num_units: int, unit: BudgetUnit) -> list[float]:
+    """Costs, ``inf`` where one is not known."""
     if costs is None:
         raise StateMismatchError(
             f"costs: expected what each of the {num_units} units costs in {unit}, found None. Pass costs=..., or use "
             "budget_unit='units'."
         )
-    priced = _vector("costs", costs, num_units)
-    return priced.masked_fill(priced < 0.0, math.inf)
+    return [cost if cost >= 0.0 else math.inf for cost in _vector("costs", costs, num_units)]
 
 
-def _relative(ratio: Tensor, bound: float) -> Tensor:
+def _levels(
+    norm: list[float], error: Sequence[float], past: list[Past], usable: list[bool], config: GnmrConfig
+) -> list[float]:
+    """The level of each unit; of one that is not usable that of a calm one."""
+    if config.signal == "gnmr":
+        return [signals.gnmr(n, p.mean) if ok and p.steps else 1.0 for n, p, ok in zip(norm, past, usable, strict=True)]
+    if config.signal == "error":
+        return [e if ok else 0.0 for e, ok in zip(error, usable, strict=True)]
+    return signals.gap(error, norm, usable)
+
+
+def _relative(ratio: float, bound: float) -> float:
     """The ratio in units of its threshold; 0 for an infinite threshold, also where the ratio is infinite."""
-    return torch.zeros_like(ratio) if math.isinf(bound) else ratio / bound
+    return 0.0 if bound == math.inf else ratio / bound
 
 
-def _chosen(candidates: Tensor, risk: Tensor, state: State, costs: Tensor | None, config: GnmrConfig) -> Tensor:
+def _chosen(
+    candidates: list[bool], risk: list[float], state: State, costs: list[float] | None, config: GnmrConfig
+) -> list[bool]:
     """The candidates that the budget goes to; a mask."""
+    first = None
     if config.hysteresis > 1.0:
-        risk = torch.where(state.active, risk * config.hysteresis, risk)
-    first = state.active if config.hysteresis > 1.0 else None
+        first = state.recovered
+        risk = [r * config.hysteresis if high else r for r, high in zip(risk, first, strict=True)]
     room = float(state.max_active) if costs is None else capacity(state.max_active, costs)
     return choose(candidates, risk, room, costs, first)
 
 
 def choose(
-    candidates: Tensor, risk: Tensor, room: float, costs: Tensor | None = None, first: Tensor | None = None
-) -> Tensor:
+    candidates: Sequence[bool],
+    risk: Sequence[float],
+    room: float,
+    costs: Sequence[float] | None = None,
+    first: Sequence[bool] | None = None,
+) -> list[bool]:
     """The candidates of highest risk that the budget allows; a mask.
 
     Args:
-        candidates: bool ``[U]``.
-        risk: float64 ``[U]``, at least 0; may be ``inf``.
+        candidates: of each unit, whether it is one.
+        risk: of each unit, at least 0; may be ``inf``.
         room: the most units or, with ``costs``, the most that they may cost together.
-        costs: float64 ``[U]``, ``inf`` where not known; None: every unit costs 1.
-        first: bool ``[U]``: these come first in ties. Other ties go to the lower index.
+        costs: of each unit, ``inf`` where not known; None: every unit costs 1.
+        first: these come first in ties. Other ties go to the lower index.
     """
-    if costs is None:
-        return _highest(candidates, risk, int(room), first)
-    return _knapsack(candidates, risk, costs, room, first)
+    open_ = [unit for unit, candidate in enumerate(candidates) if candidate]
+    if costs is not None:
+        taken = _knapsack(open_, risk, costs, room, first)
+    elif len(open_) <= room:
+        return list(candidates)
+    else:
+        taken = _ranked(open_, risk, first)[: int(room)]
+    mask = [False] * len(candidates)
+    for unit in taken:
+        mask[unit] = True
+    return mask
 
 
-def _ranked(key: Tensor, first: Tensor | None) -> Tensor:
-    """Indices by ``key``, the highest first; ties to those in ``first``, then to the lower index."""
+def _ranked(units: list[int], key: Sequence[float], first: Sequence[bool] | None) -> list[int]:
+    """The units by ``key``, the highest first; ties to those in ``first``, then to the lower index."""
     if first is None:
-        return key.sort(descending=True, stable=True).indices
-    order = first.to(torch.int8).sort(descending=True, stable=True).indices
-    return order[key[order].sort(descending=True, stable=True).indices]
+        return sorted(units, key=lambda unit: (-key[unit], unit))
+    return sorted(units, key=lambda unit: (-key[unit], not first[unit], unit))
 
 
-def _highest(candidates: Tensor, risk: Tensor, max_active: int, first: Tensor | None) -> Tensor:
-    """The ``max_active`` candidates of highest risk; a mask."""
-    if int(candidates.count_nonzero()) <= max_active:
-        return candidates.clone()
-    ranked = _ranked(torch.where(candidates, risk, -1.0), first)
-    return torch.zeros_like(candidates).index_fill_(0, ranked[:max_active], True)
-
-
-def _knapsack(candidates: Tensor, risk: Tensor, costs: Tensor, room: float, first: Tensor | None) -> Tensor:
-    """Candidates of at most ``room`` cost together, greedily by risk per cost; a mask.
+def _knapsack(
+    candidates: list[int], risk: Sequence[float], costs: Sequence[float], room: float, first: Sequence[bool] | None
+) -> list[int]:
+    """Candidates of at most ``room`` cost together, greedily by risk per cost.
 
     At least half the risk that the best choice covers: the better of the greedy choice and the riskiest candidate
     that fits alone is (Dantzig 1957; Martello & Toth 1990, section 2.4).
     """
-    fitting = candidates & (costs <= room)
-    value = risk.clamp(max=MAX_RATIO)
-    density = torch.where(costs > 0, value / costs, math.inf)
-    count = int(fitting.count_nonzero())
-    order = _ranked(torch.where(fitting, density, -1.0), first)[:count].tolist()
+    worth = [min(r, MAX_RATIO) for r in risk]
+    density = [w / cost if cost > 0.0 else math.inf for w, cost in zip(worth, costs, strict=True)]
+    order = _ranked([unit for unit in candidates if costs[unit] <= room], density, first)
     if not order:
-        return torch.zeros_like(candidates)
-    price, worth = costs.tolist(), value.tolist()
-    greedy = _filled(order, price, room)
-    best = max(order, key=lambda index: worth[index])
-    if worth[best] > sum(worth[index] for index in greedy):
-        greedy = _filled([best, *(index for index in order if index != best)], price, room)
-    return torch.zeros_like(candidates).index_fill_(0, torch.tensor(greedy, dtype=torch.int64), True)
+        return []
+    greedy = _filled(order, costs, room)
+    best = max(order, key=lambda unit: worth[unit])
+    if worth[best] > sum(worth[unit] for unit in greedy):
+        return _filled([best, *(unit for unit in order if unit != best)], costs, room)
+    return greedy
 
 
-def _filled(order: list[int], price: list[float], room: float) -> list[int]:
+def _filled(order: list[int], price: Sequence[float], room: float) -> list[int]:
     """Of the units in their order, those that still fit."""
     taken, spent = [], 0.0
-    for index in order:
-        if spent + price[index] <= room:
-            taken.append(index)
-            spent += price[index]
+    for unit in order:
+        if spent + price[unit] <= room:
+            taken.append(unit)
+            spent += price[unit]
     return taken
 
 
 def _next_auto(
-    state: State, values: tuple[Tensor, Tensor], heard: Tensor, costs: Tensor | None, config: GnmrConfig
-) -> Tensor:
+    state: State,
+    values: tuple[list[float], list[float]],
+    past: list[Past],
+    usable: list[bool],
+    costs: list[float] | None,
+    config: GnmrConfig,
+) -> tuple[float, float]:
     """The automatic thresholds after a step with these levels and changes."""
-    bounds = (config.alpha, config.beta)
-    automatic = [is_auto(bound) for bound in bounds]
-    if not any(automatic) or not heard.any():
-        return state.auto
+    automatic = [is_auto(bound) for bound in (config.alpha, config.beta)]
+    if not any(automatic):
+        return state.tau
+    heard = [ok and _has_level(unit_past, config) for unit_past, ok in zip(past, usable, strict=True)]
+    if not any(heard):
+        return state.tau
     target = config.auto_share
     if target is None:
         if costs is None:
@@ -576,59 +676,59 @@ def _next_auto(
             whole = capacity(1.0, costs)
             target = min(1.0, capacity(state.max_active, costs) / whole) if whole > 0 else 1.0
     target = target / sum(automatic)
-    found = []
-    for auto, value, tau in zip(automatic, values, state.auto.tolist(), strict=True):
-        if auto:
-            own = value[heard]
-            if tau == 0.0:
-                ordered = own.sort().values
-                tau = float(ordered[min(len(own) - 1, int((1.0 - target) * len(own)))])
-            else:
-                share = int((own > tau).count_nonzero()) / len(own)
-                tau *= math.exp(AUTO_GAIN * (share - target))
-            tau = min(max(tau, _LEAST_AUTO), MAX_RATIO) if tau > 0.0 else 0.0
-        found.append(tau)
-    return torch.tensor(found, dtype=torch.float64, device="cpu")
+    alpha, beta = (
+        _followed(tau, [v for v, is_heard in zip(value, heard, strict=True) if is_heard], target) if auto else tau
+        for auto, value, tau in zip(automatic, values, state.tau, strict=True)
+    )
+    return alpha, beta
 
 
-def _pushed(history: Tensor, value: Tensor, where: Tensor) -> Tensor:
-    """The history ``[W, U]`` with ``value`` as its newest row in the columns chosen by ``where``."""
-    if history.shape[0] == 0:
-        return history
-    return torch.where(where, torch.cat([value.unsqueeze(0), history[:-1]]), history)
+def _followed(tau: float, values: list[float], target: float) -> float:
+    """An automatic threshold after it saw the values, at least one, of which it should let so large a share pass."""
+    if tau == 0.0:
+        tau = sorted(values)[min(len(values) - 1, int((1.0 - target) * len(values)))]
+    else:
+        share = sum(value > tau for value in values) / len(values)
+        tau *= math.exp(AUTO_GAIN * (share - target))
+    return min(max(tau, _LEAST_AUTO), MAX_RATIO) if tau > 0.0 else 0.0
 
 
-def _next_mean(
-    mean: Tensor, norm: Tensor, usable: Tensor, count: Tensor, norm_history: Tensor, config: GnmrConfig
-) -> Tensor:
-    """The mean with this step's usable norms in it; ``count`` and ``norm_history`` include them already."""
+def _has_level(past: Past, config: GnmrConfig) -> bool:
+    """Whether a usable step after this past has a level: the first norm of all has no GNMR."""
+    return past.steps > 0 or config.measures_errors
+
+
+def _remembered(past: Past, norm: float, level: float, config: GnmrConfig) -> Past:
+    """The past with a step's norm in it, and with its level, where it has one."""
+    count = past.steps + 1
+    norms = (norm, *past.norms)[: config.window] if config.mean == "window" else ()
+    levels = past.levels
+    if _has_level(past, config):
+        levels = (level if level < MAX_RATIO else MAX_RATIO, *levels)[: config.window]
+    return Past(_mean(past.mean, norm, count, norms, config), count, norms, levels)
+
+
+def _mean(mean: float, norm: float, count: int, norms: tuple[float, ...], config: GnmrConfig) -> float:
+    """The mean with this step's norm in it; ``count`` and ``norms`` include it already."""
     if config.mean == "window":
         # Scaled by the largest norm, so that large ones do not overflow nor subnormal ones vanish.
-        largest = norm_history.amax(dim=0)
-        scale = torch.where(largest > 0, largest, 1.0)
-        return _row_sum(norm_history / scale).div_(count.clamp(1, config.window)).mul_(scale)
-    if config.mean == "ema":
-        moved = torch.where(count == 1, norm, mean + (norm - mean) * (1.0 - config.ema_decay))
+        scale = max(norms) or 1.0
+        return math.fsum(n / scale for n in norms) / len(norms) * scale
+    if config.mean == "ema" and count > 1:
+        moved = mean + (norm - mean) * (1.0 - config.ema_decay)
+    elif config.mean == "ema":
+        moved = norm
     else:
         moved = mean + (norm - mean) / count
     # Between norms close to the largest float, rounding alone can step over it.
-    return torch.where(usable, moved.clamp_(max=_LARGEST), mean)
-
-
-def _row_sum(rows: Tensor) -> Tensor:
-    """Sum over the rows, from the first to the last.
-
-    ``Tensor.sum`` adds in an order that depends on the index of the column, their number and the number of
-    threads, which would make equal units unequal and let decisions differ between machines.
-    """
-    return rows.cumsum(dim=0)[-1]
+    return moved if moved < _LARGEST else _LARGEST
 
 
 def _tensor_layout(
     num_units: int, window: int, mean_kind: MeanKind, history: HistoryKind
 ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     """Shape and dtype of each tensor of a saved state, by field name."""
-    columns = num_units * (2 if history == "per_path" else 1)
+    columns = _columns(num_units, history)
     layout: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
         "mean": ((columns,), torch.float64),
         "count": ((columns,), torch.int64),
@@ -646,6 +746,8 @@ def _tensor_layout(
 
 def _check_config(fixed: tuple[object, ...], config: GnmrConfig) -> None:
     """Compare what is fixed for the life of a state (mean, window, signal, history) with the configuration."""
+    if fixed == (config.mean, config.window, config.signal, config.history):
+        return
     for name, found in zip(("mean", "window", "signal", "history"), fixed, strict=True):
         expected = getattr(config, name)
         if found != expected:

@@ -20,19 +20,25 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from gnmr_fx.errors import RankMismatchError
 
 ProcessGroup: TypeAlias = Any  # torch.distributed may be absent from a build of torch
 AGREEMENT_TIMEOUT = datetime.timedelta(minutes=5)
 """How long a rank waits for the others at the first step, in which all of them compare what they run."""
+_IS_AVAILABLE = torch.distributed.is_available()
 _DIGEST_BITS = 40  # a sum over 2**13 ranks is exact in float64
+
+
+def is_running() -> bool:
+    """Whether this process is one of several, or could be."""
+    return _IS_AVAILABLE and torch.distributed.is_initialized()
 
 
 def data_parallel_group() -> ProcessGroup | None:
     """The process group of the ``DistributedDataParallel`` whose forward is running; None outside of one."""
-    if not torch.distributed.is_available() or not torch.distributed.is_initialized():
+    if not is_running():
         return None
     running = torch.nn.parallel.DistributedDataParallel._get_active_ddp_module()
     return None if running is None else running.process_group
@@ -40,6 +46,8 @@ def data_parallel_group() -> ProcessGroup | None:
 
 def is_distributed(tensor: Tensor) -> bool:
     """Whether ``tensor`` is a DTensor."""
+    if type(tensor) in (Tensor, nn.Parameter):
+        return False
     if not torch.compiler.is_compiling():
         return hasattr(tensor, "placements") and hasattr(tensor, "to_local")
     from torch.distributed.tensor import DTensor  # Dynamo knows the class of a traced tensor, but not what it has

@@ -24,7 +24,7 @@ from gnmr_fx.errors import DoubleBackwardError, NativeKernelError, UnsupportedIn
 from gnmr_fx.formats import Encoded, from_groups, layout
 from gnmr_fx.projections import KINDS, no_view, split_equation
 from gnmr_fx.recipe import FULL, Backend, Format, GemmPaths, GemmRecipe, Operands, parse_format
-from gnmr_fx.units import Kept, announce, measure, observe, observe_backends
+from gnmr_fx.units import Kept, observe_backends, stores
 
 NAMESPACE = "gnmr_fx"
 Seed: TypeAlias = Tensor | int | None
@@ -517,9 +517,7 @@ def _output_op(
 ) -> Tensor:
     parsed = Spec(*spec)  # type: ignore[arg-type]
     if reports:
-        observe(guard, Kept(tuple(size), x.dtype))
-        announce(guard)
-        measure(guard, x, operand_spec(parsed))
+        stores(guard, Kept(tuple(size), x.dtype), x, operand_spec(parsed))
     observe_backends(guard, backends(kind, parsed, x.shape, w, x.dtype))
     kept = None
     if stored and tuple(size) == tuple(x.shape):

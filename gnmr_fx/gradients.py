@@ -6,7 +6,7 @@ import collections
 import sys
 import types
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -15,6 +15,8 @@ from torch._compile import _disable_dynamo
 from torch.utils.weak import TensorWeakRef
 
 _MAX_FRAMES_TO_SCALER = 16
+NO_BACKWARD = -1
+"""Autograd's id of the backward under way, where there is none."""
 _HOOKS_PER_WEIGHT = 2
 """FSDP2 has two parameters for one weight, its shard and the whole: gradients may arrive at either."""
 
@@ -76,15 +78,16 @@ class WeightHooks:
 
     def __init__(self, num_units: int) -> None:
         self._of_unit: list[collections.deque[HookedWeight]] = [collections.deque() for _ in range(num_units)]
+        self._latest: list[weakref.ref[Tensor] | None] = [None] * num_units
         self._by_id: dict[int, list[HookedWeight]] = {}
         self.version = 0
 
     def covers(self, index: int, weight: Tensor) -> bool:
         """Whether ``weight`` carries the hook of unit ``index``."""
-        for hooked in self._of_unit[index]:  # noqa: SIM110  # runs once per projection and forward: no generator
-            if hooked.weight() is weight:
-                return True
-        return False
+        latest = self._latest[index]
+        if latest is not None and latest() is weight:  # as in nearly every forward of every projection
+            return True
+        return any(hooked.weight() is weight for hooked in self._of_unit[index])
 
     def attach(self, index: int, weight: Tensor, controller: weakref.ref[Listener], weights: int = 1) -> None:
         """Hook ``weight`` for unit ``index``, which listens to so many weights; the oldest of its hooks goes if there
@@ -92,6 +95,7 @@ class WeightHooks:
         handle = weight.register_post_accumulate_grad_hook(GradientHook(controller, index))
         hooked = HookedWeight(TensorWeakRef(weight), id(weight), index, handle)
         self._of_unit[index].append(hooked)
+        self._latest[index] = weakref.ref(weight)
         self._by_id.setdefault(hooked.key, []).append(hooked)
         self.version += 1
         if len(self._of_unit[index]) > _HOOKS_PER_WEIGHT * weights:
@@ -111,6 +115,7 @@ class WeightHooks:
 
     def remove(self) -> None:
         """Take all hooks off."""
+        self._latest = [None] * len(self._latest)
         for of_unit in self._of_unit:
             while of_unit:
                 self._remove(of_unit.pop())
@@ -128,13 +133,15 @@ class WeightHooks:
 
 def in_backward() -> bool:
     """Whether this runs inside a backward: a hook, or a forward that is recomputed there."""
-    return torch._C._current_graph_task_id() != -1
+    return torch._C._current_graph_task_id() != NO_BACKWARD
 
 
-def gradient_norms(gradients: list[Tensor]) -> Tensor:
-    """L2 norms, in at least fp32, of tensors of one device and dtype; 1-D on that device, in one fused call."""
+def gradient_norms(gradients: list[Tensor]) -> Sequence[Tensor]:
+    """L2 norms, in at least fp32, of tensors of one device and dtype; 0-dim on that device, in one fused call."""
     narrow = gradients[0].dtype.itemsize < torch.float32.itemsize
-    return torch.stack(torch._foreach_norm(gradients, 2, torch.float32 if narrow else None))
+    with torch.no_grad():
+        norms: Sequence[Tensor] = torch._foreach_norm(gradients, 2, torch.float32 if narrow else None)
+        return norms
 
 
 def active_grad_scale() -> float:
@@ -147,8 +154,9 @@ def active_grad_scale() -> float:
     for _ in range(_MAX_FRAMES_TO_SCALER):
         if frame is None:
             break
-        owner = frame.f_locals.get("self")
-        if isinstance(owner, torch.amp.GradScaler):
-            return float(owner.get_scale())
+        if frame.f_code.co_name == "step":  # to read a frame's locals copies them all
+            owner = frame.f_locals.get("self")
+            if isinstance(owner, torch.amp.GradScaler):
+                return float(owner.get_scale())
         frame = frame.f_back
     return 1.0

@@ -36,7 +36,7 @@ from gnmr_fx.frozen_ops import frozen_projection
 from gnmr_fx.projections import KINDS, autocast, no_view
 from gnmr_fx.recipe import parse_format
 from gnmr_fx.scope import AllSaved
-from gnmr_fx.units import Handle, Kept, Marker, announce, mark, measure, observe, observe_scope
+from gnmr_fx.units import Handle, Kept, Marker, announce, mark, measure, observe, observe_scope, stores
 
 NAMESPACE = "gnmr_fx"
 HEAD_KEY = "gnmr_fx_loss_head"
@@ -77,9 +77,7 @@ def _save_high(
 ) -> tuple[Tensor, Tensor]:
     if scope:
         _without_partition_pass(guard, AllSaved.parse(scope))
-    observe(guard, Kept(tuple(x.shape), x.dtype))
-    announce(guard)
-    measure(guard, x, low)
+    stores(guard, Kept(tuple(x.shape), x.dtype), x, low)
     parsed = parse_format(fmt)
     needed = guard.item() and low != fmt  # a recipe may have the same format twice
     return kernels.encode(x, parsed, seed) if needed else empty_encoded(x, parsed, 0)

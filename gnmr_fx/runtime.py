@@ -28,7 +28,7 @@ import statistics
 import time
 import warnings
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -38,13 +38,24 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from gnmr_fx import distributed
 from gnmr_fx.config import GnmrConfig
-from gnmr_fx.controller import MISSING, Decision, check_costs, init, state_from_dict, state_to_dict, update
+from gnmr_fx.controller import (
+    MISSING,
+    UNJUDGED,
+    Decision,
+    Verdict,
+    check_costs,
+    digest,
+    init,
+    state_from_dict,
+    state_to_dict,
+    update,
+)
 from gnmr_fx.costs import UNKNOWN, cost_of
 from gnmr_fx.errors import GnmrWarning, RankMismatchError, StateMismatchError, UnknownUnitError
 from gnmr_fx.frozen import FrozenWeight
 from gnmr_fx.gemm import Spec
-from gnmr_fx.gradients import Listener, OptimizerHook, WeightHooks, active_grad_scale, in_backward
-from gnmr_fx.heard import Heard, Round, measured
+from gnmr_fx.gradients import NO_BACKWARD, Listener, OptimizerHook, WeightHooks, active_grad_scale, in_backward
+from gnmr_fx.heard import Heard, Measured, Round, means, measured, root_means
 from gnmr_fx.measure import Probe
 from gnmr_fx.ops import remove_partitioner
 from gnmr_fx.recipe import Recipe
@@ -86,6 +97,20 @@ class Event(NamedTuple):
     first_non_finite: bool = False
     alpha: float = math.inf
     beta: float = math.inf
+
+    @classmethod
+    def of(cls, unit: str, verdict: Verdict, on: bool, **others: Any) -> Event:
+        """The record of a verdict on ``unit``, which is ``on`` the recovery path from now on; ``others`` are fields."""
+        return cls(
+            unit=unit,
+            gnmr=verdict.gnmr,
+            delta_gnmr=verdict.delta_gnmr,
+            risk=verdict.risk,
+            risky=verdict.risky,
+            outcome="chosen" if on else "refused" if verdict.candidate else "released",
+            lock=verdict.lock,
+            **others,
+        )
 
 
 class Site(NamedTuple):
@@ -134,15 +159,16 @@ class Controller:
         self.events: collections.deque[Event] = collections.deque(maxlen=config.max_events)
         self.decision: Decision | None = None
         self._state = init(len(self.units), config, max_active)
+        self._unseen = list(self.units)  # units that never ran guarded, as far as is known
         self.probe = Probe(len(self.units))
         self._aim_probe()
-        self._chosen = torch.zeros_like(self.flags)  # the guards as decided, whether they are pinned by hand or not
-        self._forced: Tensor | None = None
+        self._chosen = (False,) * len(self.units)  # the guards as decided, whether they are pinned by hand or not
+        self._forced: tuple[bool, ...] | None = None
         self._counts: dict[str, int] = dict.fromkeys(
             ("events", "risky", "recovered", "refused", "switches", "most_active", "full", "non_finite"), 0
         )
-        self._times_recovered = torch.zeros(len(self.units), dtype=torch.int64)
-        self._steps_recovered = torch.zeros(len(self.units), dtype=torch.int64)
+        self._times_recovered = [0] * len(self.units)
+        self._steps_recovered = [0] * len(self.units)
         self._seconds = 0.0
         self._optimizer_hooks: list[Any]
         self._costs_checked: bool
@@ -191,11 +217,11 @@ class Controller:
 
     def times_recovered(self, index: int) -> int:
         """How often unit ``index`` went onto the recovery path."""
-        return int(self._times_recovered[index])
+        return self._times_recovered[index]
 
     def steps_recovered(self, index: int) -> int:
         """In how many steps unit ``index`` was on the recovery path."""
-        return int(self._steps_recovered[index])
+        return self._steps_recovered[index]
 
     def step(self, grad_scale: float = 1.0) -> Decision:
         """End a step by hand, in a loop without a ``torch.optim`` optimizer. Call it after the weights were updated.
@@ -218,24 +244,26 @@ class Controller:
     def _tick(self, grad_scale: float, by_hand: bool = False) -> Decision | None:
         """One step; None where, of several ranks, none has heard of a gradient."""
         start = time.perf_counter()
-        self._attach_hooks()
+        if distributed.is_running():  # a shard may have taken the place of the weight that ran
+            self._attach_hooks()
         groups = self._company()
         heard = self._heard(grad_scale, groups)
-        norms = heard.norms
-        if groups and not by_hand and bool((norms == MISSING).all()):
+        if groups and not by_hand and all(norm == MISSING for norm in heard.norms):
             return None
-        first = self._first_non_finite(norms)
         if heard.costs is not None and not self._costs_checked:
             check_costs(self.max_active, heard.costs, self.config.budget_unit)
-            self._costs_checked = bool((heard.costs > 0).any())
+            self._costs_checked = any(cost > 0.0 for cost in heard.costs)
+        flags = self.flags.tolist()
         self._state, decision = update(
-            self._state, norms, self.config, errors=heard.errors, costs=heard.costs, recovered=self.flags
+            self._state, heard.norms, self.config, errors=heard.errors, costs=heard.costs, recovered=flags
         )
-        self._count(decision, norms)
-        self._chosen = decision.active
-        self._apply(self._chosen if self._forced is None else self._forced, decision, norms, first)
+        self._chosen = self._state.recovered
+        target = self._chosen if self._forced is None else self._forced
+        self._count(decision, heard.norms, target)
+        self._apply(target, flags, decision, heard.norms)
         self.decision = decision
-        self.seed.add_(1)
+        if self.recipe.is_stochastic:
+            self.seed.add_(1)
         self.memo.clear()
         self._aim_probe()
         self._reset_step()
@@ -271,7 +299,7 @@ class Controller:
             self.__dict__.update(kept)
             self.left_in_graph, self.probe = graphs, probe
             for unit, observation in zip(self.units, observations, strict=True):
-                unit.observation.__dict__.update(observation.__dict__)
+                unit.observation.restore(observation)
             self.memo.clear()
 
     def force(self, which: Literal["high", "low"] | Iterable[str] | None) -> None:
@@ -285,10 +313,10 @@ class Controller:
         """
         if which is None:
             self._forced = None
-            self._apply(self._chosen, self.decision)
+            self._apply(self._chosen, self.flags.tolist(), self.decision)
             return
         if isinstance(which, str) and which in ("high", "low"):
-            flags = torch.full_like(self.flags, which == "high")
+            self._forced = (which == "high",) * len(self.units)
         else:
             names = [which] if isinstance(which, str) else list(which)
             index = {unit.name: unit.index for unit in self.units}
@@ -298,10 +326,8 @@ class Controller:
                     f"expected 'high', 'low', None or names of units, found {unknown[0]!r}; "
                     f"units are {', '.join(list(index)[:5])}{', ...' if len(index) > 5 else ''}"
                 )
-            flags = torch.zeros_like(self.flags)
-            flags[[index[name] for name in names]] = True
-        self._forced = flags
-        self._apply(flags, self.decision)
+            self._forced = tuple(unit.name in names for unit in self.units)
+        self._apply(self._forced, self.flags.tolist(), self.decision)
 
     def state_dict(self) -> dict[str, Any]:
         """Everything a resumed run needs to decide as this one would: tensors, numbers and strings only.
@@ -313,12 +339,12 @@ class Controller:
             "version": STATE_VERSION,
             "units": [unit.name for unit in self.units],
             "rules": state_to_dict(self._state),
-            "flags": self._chosen.clone(),
+            "flags": torch.tensor(self._chosen),
             "seed": int(self.seed),
             "counts": dict(self._counts),
             "seconds": self._seconds,
-            "times_recovered": self._times_recovered.clone(),
-            "steps_recovered": self._steps_recovered.clone(),
+            "times_recovered": torch.tensor(self._times_recovered),
+            "steps_recovered": torch.tensor(self._steps_recovered),
             "seen": torch.tensor([unit.observation.seen for unit in self.units], dtype=torch.bool),
             "went_non_finite": self._round.first_bad() > 0,
         }
@@ -368,16 +394,15 @@ class Controller:
         self._seconds = float(state["seconds"])
         kept = [event for event in self.events if event.step <= loaded.step]  # no records of a future given up
         self.events = collections.deque(kept, maxlen=self.config.max_events)
-        self._times_recovered, self._steps_recovered = times, steps
+        self._times_recovered, self._steps_recovered = times.tolist(), steps.tolist()
         for unit, was_seen in zip(self.units, seen.tolist(), strict=True):
             unit.observation.was_seen |= was_seen
         self._reset_step()
         if bad.any():  # norms of a step that a GradScaler skipped
             self._round.went_bad, self._round.backwards = {bad.device: bad.int()}, 1
         self.decision = None
-        self._chosen = flags
-        self.flags.copy_(flags if self._forced is None else self._forced)
-        self._place_weights()
+        self._chosen = tuple(flags.tolist())
+        self._set_flags(self._chosen if self._forced is None else self._forced)
 
     # Guards ----------------------------------------------------------------------------------------------------------
 
@@ -441,15 +466,16 @@ class Controller:
 
         ``counts`` says whether a backward may follow.
         """
-        task = torch._C._current_graph_task_id()
-        if self._round.due and task != self._round.recomputed_in:
+        task, now = torch._C._current_graph_task_id(), self._round
+        if now.due and task != now.recomputed_in:
             self._tick(1.0)
-        if in_backward():
-            self._round.recomputed_in = task
+            now = self._round
+        if task != NO_BACKWARD:
+            now.recomputed_in = task
             return
         if not counts:
             return
-        now, unit = self._round, self.units[index]
+        unit = self.units[index]
         if unit.adapters is None or not now.calls[index]:  # adapters take a walk over modules to find
             self._listen(unit)
         self._clock += 1
@@ -537,7 +563,7 @@ class Controller:
         now = self._round
         now.open_in = None
         self._heard_since_foreign_step = True
-        now.backward_ended((index, gradient) for index in sorted(now.arrived) for gradient in self._gradients(index))
+        now.backward_ended(self._gradients())
         for unit in self.units:
             unit.observation.close()
         self._seconds += time.perf_counter() - start
@@ -548,13 +574,19 @@ class Controller:
             else:
                 now.due = True
 
-    def _gradients(self, index: int) -> list[Tensor]:
-        """The accumulated gradients that a unit listens to, as the optimizer will see them."""
-        unit, early = self.units[index], self._round.early
-        if unit.adapters is not None:
-            return [p.grad for p in unit.heard() if p.grad is not None and (index, id(p)) not in early]
-        gradient = None if (index, 0) in early else self._gradient(index)
-        return [] if gradient is None else [gradient]
+    def _gradients(self) -> Iterator[tuple[int, Tensor]]:
+        """The accumulated gradients that units listen to, by unit, as the optimizer will see them."""
+        early = self._round.early
+        for index in sorted(self._round.arrived):
+            unit = self.units[index]
+            if unit.adapters is not None:
+                for parameter in unit.heard():
+                    if parameter.grad is not None and (index, id(parameter)) not in early:
+                        yield index, parameter.grad
+            elif (index, 0) not in early:
+                gradient = self._gradient(index)
+                if gradient is not None:
+                    yield index, gradient
 
     def _gradient(self, index: int) -> Tensor | None:
         """The accumulated gradient of a unit's weight.
@@ -573,23 +605,41 @@ class Controller:
 
     def _heard(self, grad_scale: float, groups: tuple[distributed.ProcessGroup, ...]) -> Heard:
         """What the decision rests on: norms are ``MISSING`` where there is no gradient."""
+        heard = self._heard_together(groups) if groups else self._heard_alone()
+        if grad_scale == 1.0:
+            return heard
+        # Of what a scale of 0 has scaled nothing is known.
+        exact = [norm / grad_scale if grad_scale else math.inf for norm in heard.norms]
+        return heard._replace(
+            norms=[new if old >= 0.0 else MISSING for new, old in zip(exact, heard.norms, strict=True)]
+        )
+
+    def _heard_alone(self) -> Heard:
+        """What this rank heard."""
+        norms = self._round.norms()
+        self._unseen = [unit for unit in self._unseen if not unit.observation.seen]
+        for unit in self._unseen:
+            norms[unit.index] = MISSING
+        return Heard(
+            norms,
+            root_means(self.probe.sums(torch.device("cpu")).tolist()) if self.probe.is_open else None,
+            None if self.config.budget_unit == "units" else self.costs(),
+        )
+
+    def _heard_together(self, groups: tuple[distributed.ProcessGroup, ...]) -> Heard:
+        """What all ranks of the groups heard, by one sum over them."""
         now, count = self._round, len(self.units)
-        device = torch.device("cpu")
-        if groups:
-            weights = (found.norms for found in now.pending) if now.pending else self._hooks.weights()
-            device = distributed.device_for(groups, next(iter(weights), self.flags).device)
-            self._agree(groups, device)
-        # Rows: norms (squared, to be summed over ranks and adapters), how many ranks have one, how many have seen the
-        # unit run; if they matter, squared errors and how many there are, costs and how many ranks know one. The last
-        # column tells whether all ranks are in the same state.
+        heard_of: Iterable[Measured | Tensor] = now.pending or self._hooks.weights()
+        device = distributed.device_for(groups, next(iter(heard_of), self.flags).device)
+        self._agree(groups, device)
+        # Rows: squared norms, how many ranks have one, how many have seen the unit run; if they matter, squared errors
+        # and how many there are, costs and how many ranks know one. The last column tells whether all ranks are in the
+        # same state.
         measuring, priced = self.probe.is_open, self.config.budget_unit != "units"
         table = torch.zeros(3 + 2 * measuring + 2 * priced, count + 1, dtype=torch.float64, device=device)
-        squared = bool(groups) or self.recipe.frozen is not None
-        for indices, norms, shards in now.pending:
-            values = norms.to(device, torch.float64)
-            if squared:
-                values = values.square() * torch.tensor(shards, device=device)
-            at = torch.tensor(indices, device=device)
+        for found in now.pending:
+            values = found.norms.to(device, torch.float64).square() * torch.tensor(found.shards, device=device)
+            at = torch.tensor(found.indices, device=device)
             table[0].index_add_(0, at, values)
             table[1, at] = 1.0
         for bad in now.went_bad.values():
@@ -603,29 +653,24 @@ class Controller:
         if priced:
             costs = torch.tensor(self.costs(), dtype=torch.float64, device=device)
             table[-2, :count], table[-1, :count] = costs.clamp(min=0.0), costs >= 0
-        if groups:
-            digest = self._digest()
-            table[0, count], table[1, count] = digest, 1.0
-            table = distributed.sum_over(groups, table).cpu()
-            if table[0, count] != digest * table[1, count]:
-                raise RankMismatchError(
-                    f"expected the same state of the controller on all ranks, found others than this rank's, which "
-                    f"is at step {self.step_count}; load the same controller state on every rank, and let every rank "
-                    "make the same optimizer steps"
-                )
-        norms = (table[0] / table[1].clamp(min=1.0)).sqrt()[:count] if squared else table[0, :count].clone()
-        absent = (table[1, :count] == 0) | (table[2, :count] == 0)
+        own = self._digest()
+        table[0, count], table[1, count] = own, 1.0
+        rows = distributed.sum_over(groups, table).tolist()
+        if rows[0][count] != own * rows[1][count]:
+            raise RankMismatchError(
+                f"expected the same state of the controller on all ranks, found others than this rank's, which "
+                f"is at step {self.step_count}; load the same controller state on every rank, and let every rank "
+                "make the same optimizer steps"
+            )
+        rows = [row[:count] for row in rows]
         return Heard(
-            (norms / grad_scale).masked_fill_(absent, MISSING),
-            _or_missing((table[3] / table[4])[:count].sqrt_()) if measuring else None,
-            _or_missing((table[-2] / table[-1])[:count]) if priced else None,
+            [norm if seen else MISSING for norm, seen in zip(root_means(rows[:2]), rows[2], strict=True)],
+            root_means(rows[3:5]) if measuring else None,
+            means(rows[-2:]) if priced else None,
         )
 
-    def _first_non_finite(self, norms: Tensor) -> int | None:
-        """The unit that went non-finite first in this step; None where all norms are finite."""
-        broken = (norms == math.inf).nonzero().flatten().tolist()
-        if not broken:
-            return None
+    def _first_non_finite(self, broken: Sequence[int]) -> int:
+        """Of the units whose norm is not finite, the one that went so first in this step."""
         first = self._round.first_bad().tolist()
         last = self._round.backwards + 1  # where another rank saw it, and this one did not
         return min(broken, key=lambda index: (first[index] or last, -self._order[index]))
@@ -663,11 +708,7 @@ class Controller:
 
     def _digest(self) -> int:
         """A number that differs where the state that decisions depend on does."""
-        saved = state_to_dict(self._state)
-        parts = [
-            value.numpy().tobytes() if isinstance(value, Tensor) else str(value).encode() for value in saved.values()
-        ]
-        return distributed.digest(b"".join(parts))
+        return distributed.digest(digest(self._state).to_bytes(8, "big"))
 
     # Optimizers ------------------------------------------------------------------------------------------------------
 
@@ -731,37 +772,60 @@ class Controller:
 
     # Records ---------------------------------------------------------------------------------------------------------
 
-    def _count(self, decision: Decision, norms: Tensor) -> None:
-        target = decision.active if self._forced is None else self._forced
-        self._steps_recovered += target
-        counted = torch.stack((decision.risky, decision.refused, ~norms.isfinite(), target)).sum(dim=1)
-        risky, refused, non_finite, recovered = counted.tolist()
+    def _count(self, decision: Decision, norms: Sequence[float], target: Sequence[bool]) -> None:
+        recovered = [index for index, high in enumerate(target) if high]
+        for index in recovered:
+            self._steps_recovered[index] += 1
+        refused = sum(unit.refused for unit in decision.units)
         counts = self._counts
-        counts["risky"] += risky
+        counts["risky"] += sum(unit.risky for unit in decision.units)
         counts["refused"] += refused
-        counts["non_finite"] += non_finite
-        counts["recovered"] += recovered
-        counts["most_active"] = max(counts["most_active"], recovered)
+        counts["non_finite"] += sum(norm == math.inf for norm in norms)
+        counts["recovered"] += len(recovered)
+        counts["most_active"] = max(counts["most_active"], len(recovered))
         if self.config.budget_unit == "units":
-            counts["full"] += recovered == min(self.max_active, len(self.units))
+            counts["full"] += len(recovered) == min(self.max_active, len(self.units))
         else:
             counts["full"] += refused > 0
 
     def _apply(
-        self, target: Tensor, decision: Decision | None, norms: Tensor | None = None, first: int | None = None
+        self,
+        target: Sequence[bool],
+        flags: Sequence[bool],
+        decision: Decision | None,
+        norms: Sequence[float] | None = None,
     ) -> None:
-        """Set the guards to ``target`` and record what is worth it: changes, and with ``norms`` this step's risks."""
-        changed = target != self.flags
-        told = changed if norms is None or decision is None else changed | decision.risky
-        if not told.any():
+        """Set the guards from ``flags`` to ``target``, and record changes and, with ``norms``, this step's risks."""
+        changed = [index for index, (new, old) in enumerate(zip(target, flags, strict=True)) if new != old]
+        verdicts = [UNJUDGED] * len(target) if decision is None else decision.units
+        risky = [] if norms is None else [index for index, verdict in enumerate(verdicts) if verdict.risky]
+        if not changed and not risky:
             return
-        self._times_recovered += changed & target
-        self._counts["switches"] += int(changed.sum())
-        for index in told.nonzero().flatten().tolist():
+        broken = [] if norms is None else [index for index, norm in enumerate(norms) if norm == math.inf]
+        first = self._first_non_finite(broken) if broken else None
+        for index in sorted({*changed, *risky}):
+            event = Event.of(
+                self.units[index].name,
+                verdicts[index] if norms is not None else verdicts[index]._replace(risky=False),
+                target[index],
+                step=self.step_count,
+                norm=MISSING if norms is None else norms[index],
+                changed=target[index] != flags[index],
+                forced=self.forced,
+                first_non_finite=index == first,
+                alpha=math.inf if decision is None else decision.alpha,
+                beta=math.inf if decision is None else decision.beta,
+            )
             self._counts["events"] += 1
-            event = self._event(index, bool(target[index]), bool(changed[index]), decision, norms)
-            self.events.append(event._replace(first_non_finite=index == first))
-        self.flags.copy_(target)
+            self.events.append(event)
+        for index in changed:
+            self._times_recovered[index] += target[index]
+        self._counts["switches"] += len(changed)
+        if changed:
+            self._set_flags(target)
+
+    def _set_flags(self, target: Sequence[bool]) -> None:
+        self.flags.copy_(torch.tensor(target))
         self._place_weights()
 
     def _place_weights(self) -> None:
@@ -772,24 +836,6 @@ class Controller:
             weight = FrozenWeight.held_by(unit.module, unit.spec.parameter)
             if weight is not None:
                 weight.store.recover() if high else weight.store.release()
-
-    def _event(self, index: int, on: bool, changed: bool, decision: Decision | None, norms: Tensor | None) -> Event:
-        candidate = decision is not None and bool(decision.candidates[index])
-        return Event(
-            step=self.step_count,
-            unit=self.units[index].name,
-            norm=MISSING if norms is None else float(norms[index]),
-            gnmr=1.0 if decision is None else float(decision.gnmr[index]),
-            delta_gnmr=1.0 if decision is None else float(decision.delta_gnmr[index]),
-            risk=0.0 if decision is None else float(decision.risk[index]),
-            risky=norms is not None and decision is not None and bool(decision.risky[index]),
-            outcome="chosen" if on else "refused" if candidate else "released",
-            lock=0 if decision is None else int(decision.lock[index]),
-            changed=changed,
-            forced=self.forced,
-            alpha=math.inf if decision is None else decision.alpha,
-            beta=math.inf if decision is None else decision.beta,
-        )
 
     # Copies ----------------------------------------------------------------------------------------------------------
 
@@ -814,11 +860,6 @@ class Controller:
 
 def _parameters(optimizer: torch.optim.Optimizer) -> Iterable[Tensor]:
     return (parameter for group in optimizer.param_groups for parameter in group["params"])
-
-
-def _or_missing(means: Tensor) -> Tensor:
-    """``MISSING`` where there was nothing to take a mean of (0 / 0)."""
-    return means.nan_to_num_(nan=MISSING, posinf=math.inf)
 
 
 def _comparable(value: Any) -> str:

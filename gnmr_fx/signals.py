@@ -1,4 +1,4 @@
-"""What the controller watches: the level of each unit at a step, by formula. Pure functions over vectors ``[U]``.
+"""What the controller watches: the level of each unit at a step, by formula. Pure functions over floats.
 
 Every signal gives a level ``l_t(u) >= 0``; :mod:`gnmr_fx.controller` compares it with ``alpha`` and its change, the
 ratio to the mean of the unit's own last levels, with ``beta``. With the norm ``n_t(u)`` of a unit's gradient and the
@@ -24,43 +24,38 @@ coherent sum and the errors are not. It is an estimate of the order of units, mo
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+import math
+from collections.abc import Sequence
 
 
-def ratio(value: Tensor, mean: Tensor, unknown: Tensor) -> Tensor:
-    """``value / mean``; 1.0 where unknown, and for 0 / 0, which is the only NaN that can come up."""
-    return (value / mean).nan_to_num_(nan=1.0, posinf=float("inf")).masked_fill_(unknown, 1.0)
+def ratio(value: float, mean: float) -> float:
+    """``value / mean``, both at least 0; for a mean of 0: 1.0 for a value of 0, else ``inf``."""
+    if mean:
+        return value / mean
+    return math.inf if value else 1.0
 
 
-def gnmr(norm: Tensor, mean: Tensor, unknown: Tensor) -> Tensor:
-    """The ratio of each norm to the mean of the unit's earlier ones, ``[U]`` float64, dimensionless (arXiv 2606.00539).
-
-    Args:
-        norm, mean: ``[U]`` float64, of the same measure.
-        unknown: bool ``[U]``: no history, or no norm; the ratio is then 1.
-    """
-    return ratio(norm, mean, unknown)
+def gnmr(norm: float, mean: float) -> float:
+    """The ratio of a norm to the mean of the unit's earlier ones; dimensionless (arXiv 2606.00539)."""
+    return ratio(norm, mean)
 
 
-def error(relative_error: Tensor, unknown: Tensor) -> Tensor:
-    """The relative quantization error itself, ``[U]`` float64, dimensionless; 0 where none was measured."""
-    return relative_error.masked_fill(unknown, 0.0)
+def gap(errors: Sequence[float], norms: Sequence[float], known: Sequence[bool]) -> list[float]:
+    """Estimated error of the whole gradient that each unit is the cause of, as a share of its norm.
 
-
-def gap(relative_error: Tensor, norm: Tensor, unknown: Tensor) -> Tensor:
-    """Estimated error of the whole gradient that each unit is the cause of, as a share of its norm: ``[U]`` float64.
-
-    ``relative_error * norm / sqrt(sum of the squared norms)``; dimensionless.
+    ``error * norm / sqrt(sum of the squared norms)``; dimensionless.
 
     Args:
-        relative_error, norm: ``[U]`` float64.
-        unknown: bool ``[U]``: no error or no finite norm; the level is 0 and the unit is no part of the sum.
+        errors: relative quantization error of each unit.
+        norms: gradient norm of each unit.
+        known: whether a unit has both, and a finite norm; else its level is 0 and it is no part of the sum.
     """
-    known = norm.masked_fill(unknown, 0.0)
-    largest = known.max()
-    if not largest > 0:
-        return torch.zeros_like(known)
-    scaled = known / largest
-    # cumsum adds in one order, whatever the number of threads: ranks have to agree bit for bit.
-    return relative_error.masked_fill(unknown, 0.0) * scaled / scaled.square().cumsum(0)[-1].sqrt()
+    heard = [norm if is_known else 0.0 for norm, is_known in zip(norms, known, strict=True)]
+    largest = max(heard)
+    if not largest > 0.0:
+        return [0.0] * len(heard)
+    shares = [norm / largest for norm in heard]  # so that no square overflows or vanishes
+    whole = math.sqrt(math.fsum(share * share for share in shares))
+    return [
+        error * share / whole if is_known else 0.0 for error, share, is_known in zip(errors, shares, known, strict=True)
+    ]

@@ -8,7 +8,7 @@ import json
 import weakref
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -108,7 +108,7 @@ class Kept(NamedTuple):
     low: str = ""
 
 
-@dataclass
+@dataclass(slots=True)
 class Observation:
     """What one pass (forward and backward) has stored for one unit.
 
@@ -143,6 +143,11 @@ class Observation:
         if self.calls:
             self.last, self.calls = self.calls, {}
             self.was_seen = True
+
+    def restore(self, other: Observation) -> None:
+        """Take over what ``other`` holds."""
+        for item in fields(self):
+            setattr(self, item.name, getattr(other, item.name))
 
     @property
     def seen(self) -> bool:
@@ -250,7 +255,7 @@ class LeftAlone:
     reason: str
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Unit:
     """A unit of a live model: its spec, the module that owns its weight, its index, what it stored, and the module
     whose trainable parameters are its adapters, if its signal is theirs."""
@@ -344,6 +349,17 @@ def observe(guard: Tensor, kept: Kept) -> None:
     controller, index = _observer_of(guard)
     if controller is not None:
         controller.units[index].observation.add(kept)
+
+
+def stores(guard: Tensor, kept: Kept, x: Tensor, spec: str) -> None:
+    """:func:`observe`, :func:`announce` and :func:`measure` in one, for an operator that stores what it runs on."""
+    controller, index = _observer_of(guard)
+    if controller is None:
+        return
+    controller.units[index].observation.add(kept)
+    controller.projection_ran(index)
+    if controller.probe.is_open:
+        controller.probe.take(index, x, spec or str(controller.recipe.low), controller.seed)
 
 
 def observe_backends(guard: Tensor, backends: tuple[tuple[str, str], ...]) -> None:

@@ -119,8 +119,8 @@ def recorded() -> Iterator[list[list[float]]]:
     seen: list[list[float]] = []
     original = runtime.update
 
-    def update(state: Any, norms: Tensor, config: Any, **others: Any) -> Any:
-        seen.append(norms.tolist())
+    def update(state: Any, norms: list[float], config: Any, **others: Any) -> Any:
+        seen.append(norms)
         return original(state, norms, config, **others)
 
     runtime.update = update

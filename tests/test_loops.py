@@ -722,4 +722,4 @@ def test_a_skipped_step_tells_the_first_unit_with_the_next():
         scaler.update()
         optimizer.zero_grad()
     assert broken_events(model) == [(1, "0.0", False), (1, "1.0", True)]
-    assert gnmr_fx.controller(model)._state.count.tolist() == [0, 0, 1]
+    assert [past.steps for past in gnmr_fx.controller(model)._state.pasts] == [0, 0, 1]

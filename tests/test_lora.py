@@ -360,8 +360,8 @@ def recorded(controller: ModelController, monkeypatch: pytest.MonkeyPatch) -> li
     seen: list[Tensor] = []
     update = runtime.update
 
-    def recording(state: Any, norms: Tensor, config: Any, **rest: Any) -> Any:
-        seen.append(norms)
+    def recording(state: Any, norms: list[float], config: Any, **rest: Any) -> Any:
+        seen.append(torch.tensor(norms, dtype=torch.float64))
         return update(state, norms, config, **rest)
 
     monkeypatch.setattr(runtime, "update", recording)

@@ -34,7 +34,8 @@ def heard() -> Iterator[list[dict[str, Any]]]:
     original, found = runtime.update, []
 
     def update(state: Any, norms: Any, config: Any, **others: Any) -> Any:
-        found.append({"norms": norms} | others)
+        vectors = {"norms": norms} | others
+        found.append({name: v and torch.tensor(v, dtype=torch.float64) for name, v in vectors.items()})
         return original(state, norms, config, **others)
 
     with pytest.MonkeyPatch.context() as patch:

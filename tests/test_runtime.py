@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import math
 import warnings
 import weakref
 
@@ -32,7 +33,7 @@ def spy(m: nn.Module, monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     original = runtime.update
 
     def update(state, norms, config, **others):  # type: ignore[no-untyped-def]
-        seen.append(norms.clone())
+        seen.append(torch.tensor(norms, dtype=torch.float64))
         return original(state, norms, config, **others)
 
     monkeypatch.setattr(runtime, "update", update)
@@ -126,6 +127,15 @@ def test_loss_scale_is_divided_out(monkeypatch):
     assert all(close(norms, expected) for norms in seen)
 
 
+def test_nothing_is_known_of_what_a_scale_of_zero_has_scaled():
+    m, x = model(), torch.randn(4, 8)
+    c = instrumented(m)
+    m[:2](x).square().mean().backward()  # the last unit has no gradient
+    decision = c.step(grad_scale=0.0)
+    assert decision.risk.tolist() == [math.inf, math.inf, 0.0]
+    assert decision.missing.tolist() == [False, False, True]
+
+
 def test_skipped_step_is_a_risk_and_no_history_entry(monkeypatch):
     m, x = model(), torch.randn(4, 8)
     expected = stock_norms(m, [x])
@@ -150,7 +160,7 @@ def test_skipped_step_is_a_risk_and_no_history_entry(monkeypatch):
     assert c.flags.all()  # max_active=5 >= 3 units, all at infinite risk
     train(1.0)
     assert close(seen[2], expected)
-    assert close(c._state.mean, expected)
+    assert close(torch.tensor([past.mean for past in c._state.pasts], dtype=expected.dtype), expected)
     assert c.stats["non_finite"] == 3
 
 
@@ -486,7 +496,7 @@ def test_copies_have_their_own_connected_controller():
 def test_gradient_norms_are_at_least_fp32(dtype):
     gradients = [torch.randn(64, 33).to(dtype) * s for s in (1e-3, 1.0, 300.0)]
     expected = torch.stack([g.double().norm() for g in gradients])
-    found = gradient_norms(gradients)
+    found = torch.stack(tuple(gradient_norms(gradients)))
     assert found.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
     assert torch.allclose(found.double(), expected, rtol=1e-5)
 

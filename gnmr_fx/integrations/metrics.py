@@ -6,8 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from gnmr_fx.controller import capacity
 from gnmr_fx.instrument import ModelController, controller
@@ -70,14 +69,16 @@ def step_metrics(installed: ModelController, kept: KeptBytes | None = None) -> d
     if decision is None:
         return found
     stats = installed.stats
-    found["over_threshold"] = int(decision.risky.sum())
-    found["refused"] = int(decision.refused.sum())
+    found["over_threshold"] = sum(unit.risky for unit in decision.units)
+    found["refused"] = sum(unit.refused for unit in decision.units)
     found["over_threshold_share"] = stats["risky"] / stats["unit_steps"]
-    if not bool(decision.missing.all()):
-        for name, ratios in (("highest_gnmr", decision.gnmr), ("highest_delta_gnmr", decision.delta_gnmr)):
-            index = _highest(ratios, decision.missing)
-            found[name] = float(ratios[index])
-            found[f"{name}_unit"] = installed.units[index].name
+    judged = zip(decision.units, installed.units, strict=True)
+    heard = [(verdict, unit.name) for verdict, unit in judged if not verdict.missing]
+    if heard:
+        verdict, found["highest_gnmr_unit"] = max(heard, key=lambda pair: pair[0].gnmr)
+        found["highest_gnmr"] = verdict.gnmr
+        verdict, found["highest_delta_gnmr_unit"] = max(heard, key=lambda pair: pair[0].delta_gnmr)
+        found["highest_delta_gnmr"] = verdict.delta_gnmr
     return found
 
 
@@ -86,13 +87,10 @@ def _budget(installed: ModelController, active: list[bool]) -> tuple[float | int
     if installed.config.budget_unit == "units":
         units = min(int(installed.max_active), len(active))
         return units, sum(active) / units if units else 0.0
-    costs = torch.tensor(installed.costs(), dtype=torch.float64).clamp_(min=0.0)
+    costs = installed.costs()
     limit = capacity(installed.max_active, costs)
-    return installed.max_active, float(costs[installed.flags].sum()) / limit if limit else 0.0
-
-
-def _highest(ratios: Tensor, missing: Tensor) -> int:
-    return int(torch.where(missing, -math.inf, ratios).argmax())
+    spent = math.fsum(max(cost, 0.0) for cost, on in zip(costs, active, strict=True) if on)
+    return installed.max_active, spent / limit if limit else 0.0
 
 
 def numbers(metrics: Mapping[str, float | int | str], prefix: str = "gnmr_fx/") -> dict[str, float | int]:
