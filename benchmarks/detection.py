@@ -167,11 +167,10 @@ def replay(run: Record, config: gnmr_fx.GnmrConfig, budget: int) -> list[Event]:
         before = state.recovered
         errors = run.errors[at] if at % config.signal_every == 0 else None
         state, decision = update(state, norms, config, errors=errors)
-        for unit, norm, verdict, was_on in zip(run.units, norms.tolist(), decision.units, before, strict=True):
+        for unit, verdict, was_on in zip(run.units, decision.units, before, strict=True):
             changed = verdict.active != was_on
             if changed or verdict.risky:
-                event = Event.of(unit, verdict, verdict.active, step=at + 1, norm=norm, changed=changed, forced=False)
-                events.append(event)
+                events.append(Event.of(unit, verdict, verdict.active, step=at + 1, changed=changed, forced=False))
     return events
 
 

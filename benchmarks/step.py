@@ -7,7 +7,9 @@
 Every round runs one step of every variant, so that a change in the machine's load meets them all; times are ratios to
 full precision in the same round (median, and the 10th and 90th percentile over the rounds), and to GNMR with its
 default signal (mean and median over the rounds: signals that measure errors do so every few steps only). Bytes are
-those of distinct storages that autograd keeps between forward and backward, parameters left out.
+those of distinct storages that autograd keeps between forward and backward, parameters left out. The controller's share
+is what it reports for itself (norms, decisions, guards), and in brackets that with the calls that projections make to
+it in the forward.
 """
 
 from __future__ import annotations
@@ -83,6 +85,19 @@ def _saved(node: Any) -> Iterator[Tensor]:
     return (value for value in values if isinstance(value, Tensor))
 
 
+class Timed:
+    """A function, and the seconds that its calls have taken."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function, self.seconds = function, 0.0
+
+    def __call__(self, *arguments: Any, **options: Any) -> Any:
+        start = time.perf_counter()
+        found = self.function(*arguments, **options)
+        self.seconds += time.perf_counter() - start
+        return found
+
+
 class Variant:
     """One way to train: a model of its own, a step function and an optimizer."""
 
@@ -94,10 +109,14 @@ class Variant:
         self.seconds: list[float] = []
         self.controller_seconds: list[float] = []
         self.bytes = 0
+        self.controller: Any = None if name == "full precision" else gnmr_fx.controller(model)
+        if self.controller is not None:
+            self.controller.projection_ran = Timed(self.controller.projection_ran)  # type: ignore[method-assign]
+        self.calls_seconds: list[float] = []
 
     def step(self, ids: Tensor, measure: bool) -> None:
         """One training step on ``ids`` [batch, seq], int64."""
-        own = self.controller_total()
+        own, calls = self.controller_total(), self.calls_total()
         synchronize(ids.device)
         start = time.perf_counter()
         loss = self.call(input_ids=ids, labels=ids).loss
@@ -110,11 +129,15 @@ class Variant:
         if measure:
             self.seconds.append(time.perf_counter() - start)
             self.controller_seconds.append(self.controller_total() - own)
+            self.calls_seconds.append(self.calls_total() - calls)
 
     def controller_total(self) -> float:
-        """Seconds that the controller has taken so far; 0.0 where there is none."""
-        instrumented = self.name != "full precision"
-        return float(gnmr_fx.controller(self.model).stats["seconds"]) if instrumented else 0.0
+        """Seconds that the controller has reported for itself so far; 0.0 where there is none."""
+        return 0.0 if self.controller is None else float(self.controller.stats["seconds"])
+
+    def calls_total(self) -> float:
+        """Seconds of the calls that projections have made to the controller so far; 0.0 where there is none."""
+        return 0.0 if self.controller is None else float(self.controller.projection_ran.seconds)
 
 
 def synchronize(device: torch.device) -> None:
@@ -159,15 +182,16 @@ def measure_steps(arguments: argparse.Namespace, compiled: bool) -> list[dict[st
         rows.append({
             "mode": mode, "variant": run.name, "ms": 1e3 * float(torch.tensor(run.seconds).median()),
             "time_ratio": middle, "time_ratio_p10": low, "time_ratio_p90": high,
-            "bytes": run.bytes, "bytes_ratio": run.bytes / runs[0].bytes, "controller_share": controller_share(run),
+            "bytes": run.bytes, "bytes_ratio": run.bytes / runs[0].bytes,
+            "controller_share": share(run, run.controller_seconds), "calls_share": share(run, run.calls_seconds),
             "to_gnmr_mean": float(to_gnmr.mean()), "to_gnmr_median": float(to_gnmr.median()),
         })  # fmt: skip
     return rows
 
 
-def controller_share(run: Variant) -> float | None:
-    """Share of the measured steps' time that the controller reports for itself; None where there is no controller."""
-    return None if run.name == "full precision" else sum(run.controller_seconds) / sum(run.seconds)
+def share(run: Variant, seconds: Sequence[float]) -> float | None:
+    """Share of the measured steps' time; None where there is no controller."""
+    return None if run.controller is None else sum(seconds) / sum(run.seconds)
 
 
 def measure_controller(count: int, rounds: int = 20) -> dict[str, Any]:
@@ -206,7 +230,7 @@ STEP_HEADERS += ["time to GNMR, mean (median)"]
 
 def show_step(row: dict[str, Any]) -> list[str]:
     """A row of :func:`measure_steps` under :data:`STEP_HEADERS`."""
-    share = row["controller_share"]
+    own, calls = row["controller_share"], row["calls_share"]
     return [
         row["mode"],
         row["variant"],
@@ -214,7 +238,7 @@ def show_step(row: dict[str, Any]) -> list[str]:
         f"{row['time_ratio']:.3f} ({row['time_ratio_p10']:.3f}-{row['time_ratio_p90']:.3f})",
         f"{row['bytes'] / 2**20:.2f}",
         f"{row['bytes_ratio']:.3f}",
-        "-" if share is None else f"{share:.2%}",
+        "-" if own is None else f"{own:.2%} ({own + calls:.2%})",
         f"{row['to_gnmr_mean']:.3f} ({row['to_gnmr_median']:.3f})",
     ]
 

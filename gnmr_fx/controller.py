@@ -140,6 +140,7 @@ class Verdict(NamedTuple):
     """What one update found and decided about one unit. No number is NaN.
 
     Attributes:
+        norm: the gradient norm as it was heard; negative if there was none, ``inf`` if it is not finite.
         gnmr: ratio of the norm to the mean, or the level of another signal in its place; dimensionless, may be ``inf``.
         delta_gnmr: ratio of that to its recent mean; dimensionless, may be ``inf``.
         risk: the larger of the two ratios in units of its threshold; may be ``inf``.
@@ -150,6 +151,7 @@ class Verdict(NamedTuple):
         missing: the unit had no gradient in this step, or no error was measured yet for a signal that needs one.
     """
 
+    norm: float
     gnmr: float
     delta_gnmr: float
     risk: float
@@ -165,7 +167,7 @@ class Verdict(NamedTuple):
         return self.candidate and not self.active
 
 
-UNJUDGED: Final = Verdict(1.0, 1.0, 0.0, risky=False, candidate=False, active=False, lock=0, missing=False)
+UNJUDGED: Final = Verdict(MISSING, 1.0, 1.0, 0.0, risky=False, candidate=False, active=False, lock=0, missing=False)
 """What there is to say about a unit before the first step."""
 
 
@@ -305,13 +307,15 @@ def update(
 
     broken = [n == math.inf for n in norm]
     missing = [n < 0.0 for n in norm]
-    error = state.errors
+    error = held = state.errors
     if config.measures_errors:
         if errors is not None:
             found = _vector("errors", errors, state.num_units)
             error = tuple(new if new >= 0.0 else old for new, old in zip(found, error, strict=True))
         broken = [b or (e == math.inf and not m) for b, e, m in zip(broken, error, missing, strict=True)]
         missing = [not b and (m or e < 0.0) for b, e, m in zip(broken, error, missing, strict=True)]
+        # An error that is not finite is no error to hold: until the next measurement the unit has none.
+        held = tuple(MISSING if e == math.inf else e for e in error)
     usable = [not (b or m) for b, m in zip(broken, missing, strict=True)]
 
     places: Sequence[int] = range(state.num_units)
@@ -355,11 +359,10 @@ def update(
         pasts=tuple(now),
         locks=locks,
         recovered=tuple(active),
-        # An error that is not finite is no error to hold: until the next measurement the unit has none.
-        errors=tuple(MISSING if e == math.inf else e for e in error),
+        errors=held,
         tau=_next_auto(state, (levels, change), past, usable, priced, config),
     )
-    units = tuple(map(Verdict, levels, change, risk, risky, candidates, active, locks, missing))
+    units = tuple(map(Verdict, norm, levels, change, risk, risky, candidates, active, locks, missing))
     return next_state, Decision(step=step, units=units, alpha=alpha, beta=beta)
 
 

@@ -82,11 +82,13 @@ class WeightHooks:
         self._by_id: dict[int, list[HookedWeight]] = {}
         self.version = 0
 
+    def latest(self, index: int) -> Tensor | None:
+        """The weight that was hooked last for unit ``index``; None if there is none, or no longer."""
+        latest = self._latest[index]
+        return None if latest is None else latest()
+
     def covers(self, index: int, weight: Tensor) -> bool:
         """Whether ``weight`` carries the hook of unit ``index``."""
-        latest = self._latest[index]
-        if latest is not None and latest() is weight:  # as in nearly every forward of every projection
-            return True
         return any(hooked.weight() is weight for hooked in self._of_unit[index])
 
     def attach(self, index: int, weight: Tensor, controller: weakref.ref[Listener], weights: int = 1) -> None:

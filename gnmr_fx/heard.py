@@ -126,7 +126,7 @@ class Round:
 
     def norms(self) -> list[float]:
         """Norm of each unit as the last backward left it, on the host: ``MISSING`` where there is none, ``inf`` where
-        one was not finite since the last step."""
+        it, or one since the last step, is not finite."""
         found = [MISSING] * len(self.calls)
         for last in self.pending:
             for index, norm in zip(last.indices, last.on_host(), strict=True):

@@ -103,6 +103,7 @@ class Event(NamedTuple):
         """The record of a verdict on ``unit``, which is ``on`` the recovery path from now on; ``others`` are fields."""
         return cls(
             unit=unit,
+            norm=verdict.norm,
             gnmr=verdict.gnmr,
             delta_gnmr=verdict.delta_gnmr,
             risk=verdict.risk,
@@ -259,8 +260,8 @@ class Controller:
         )
         self._chosen = self._state.recovered
         target = self._chosen if self._forced is None else self._forced
-        self._count(decision, heard.norms, target)
-        self._apply(target, flags, decision, heard.norms)
+        self._count(decision, target)
+        self._apply(target, flags, decision)
         self.decision = decision
         if self.recipe.is_stochastic:
             self.seed.add_(1)
@@ -313,7 +314,7 @@ class Controller:
         """
         if which is None:
             self._forced = None
-            self._apply(self._chosen, self.flags.tolist(), self.decision)
+            self._apply(self._chosen, self.flags.tolist(), self.decision, by_hand=True)
             return
         if isinstance(which, str) and which in ("high", "low"):
             self._forced = (which == "high",) * len(self.units)
@@ -327,7 +328,7 @@ class Controller:
                     f"units are {', '.join(list(index)[:5])}{', ...' if len(index) > 5 else ''}"
                 )
             self._forced = tuple(unit.name in names for unit in self.units)
-        self._apply(self._forced, self.flags.tolist(), self.decision)
+        self._apply(self._forced, self.flags.tolist(), self.decision, by_hand=True)
 
     def state_dict(self) -> dict[str, Any]:
         """Everything a resumed run needs to decide as this one would: tensors, numbers and strings only.
@@ -476,7 +477,10 @@ class Controller:
         if not counts:
             return
         unit = self.units[index]
-        if unit.adapters is None or not now.calls[index]:  # adapters take a walk over modules to find
+        if unit.adapters is not None:
+            if not now.calls[index]:  # adapters take a walk over modules to find
+                self._listen(unit)
+        elif unit.module._parameters.get(unit.spec.parameter) is not self._hooks.latest(index):
             self._listen(unit)
         self._clock += 1
         self._order[index] = self._clock
@@ -611,7 +615,7 @@ class Controller:
         # Of what a scale of 0 has scaled nothing is known.
         exact = [norm / grad_scale if grad_scale else math.inf for norm in heard.norms]
         return heard._replace(
-            norms=[new if old >= 0.0 else MISSING for new, old in zip(exact, heard.norms, strict=True)]
+            norms=[MISSING if old < 0.0 else new for new, old in zip(exact, heard.norms, strict=True)]
         )
 
     def _heard_alone(self) -> Heard:
@@ -669,8 +673,11 @@ class Controller:
             means(rows[-2:]) if priced else None,
         )
 
-    def _first_non_finite(self, broken: Sequence[int]) -> int:
-        """Of the units whose norm is not finite, the one that went so first in this step."""
+    def _first_non_finite(self, decision: Decision) -> int | None:
+        """The unit that went non-finite first in this step; None where all norms are finite."""
+        broken = [index for index, verdict in enumerate(decision.units) if verdict.norm == math.inf]
+        if not broken:
+            return None
         first = self._round.first_bad().tolist()
         last = self._round.backwards + 1  # where another rank saw it, and this one did not
         return min(broken, key=lambda index: (first[index] or last, -self._order[index]))
@@ -772,15 +779,16 @@ class Controller:
 
     # Records ---------------------------------------------------------------------------------------------------------
 
-    def _count(self, decision: Decision, norms: Sequence[float], target: Sequence[bool]) -> None:
+    def _count(self, decision: Decision, target: Sequence[bool]) -> None:
+        counts, refused = self._counts, 0
+        for verdict in decision.units:
+            counts["risky"] += verdict.risky
+            counts["non_finite"] += verdict.norm == math.inf
+            refused += verdict.refused
         recovered = [index for index, high in enumerate(target) if high]
         for index in recovered:
             self._steps_recovered[index] += 1
-        refused = sum(unit.refused for unit in decision.units)
-        counts = self._counts
-        counts["risky"] += sum(unit.risky for unit in decision.units)
         counts["refused"] += refused
-        counts["non_finite"] += sum(norm == math.inf for norm in norms)
         counts["recovered"] += len(recovered)
         counts["most_active"] = max(counts["most_active"], len(recovered))
         if self.config.budget_unit == "units":
@@ -789,27 +797,23 @@ class Controller:
             counts["full"] += refused > 0
 
     def _apply(
-        self,
-        target: Sequence[bool],
-        flags: Sequence[bool],
-        decision: Decision | None,
-        norms: Sequence[float] | None = None,
+        self, target: Sequence[bool], flags: Sequence[bool], decision: Decision | None, by_hand: bool = False
     ) -> None:
-        """Set the guards from ``flags`` to ``target``, and record changes and, with ``norms``, this step's risks."""
+        """Set the guards from ``flags`` to ``target``, and record changes and, if not made by hand, risks."""
+        verdicts = (UNJUDGED,) * len(target) if decision is None else decision.units
         changed = [index for index, (new, old) in enumerate(zip(target, flags, strict=True)) if new != old]
-        verdicts = [UNJUDGED] * len(target) if decision is None else decision.units
-        risky = [] if norms is None else [index for index, verdict in enumerate(verdicts) if verdict.risky]
-        if not changed and not risky:
-            return
-        broken = [] if norms is None else [index for index, norm in enumerate(norms) if norm == math.inf]
-        first = self._first_non_finite(broken) if broken else None
-        for index in sorted({*changed, *risky}):
+        if by_hand:
+            told, first = changed, None
+            verdicts = tuple(verdict._replace(norm=MISSING, risky=False) for verdict in verdicts)
+        else:
+            told = [i for i, verdict in enumerate(verdicts) if verdict.risky or target[i] != flags[i]]
+            first = self._first_non_finite(decision) if told and decision is not None else None
+        for index in told:
             event = Event.of(
                 self.units[index].name,
-                verdicts[index] if norms is not None else verdicts[index]._replace(risky=False),
+                verdicts[index],
                 target[index],
                 step=self.step_count,
-                norm=MISSING if norms is None else norms[index],
                 changed=target[index] != flags[index],
                 forced=self.forced,
                 first_non_finite=index == first,
@@ -820,8 +824,8 @@ class Controller:
             self.events.append(event)
         for index in changed:
             self._times_recovered[index] += target[index]
-        self._counts["switches"] += len(changed)
         if changed:
+            self._counts["switches"] += len(changed)
             self._set_flags(target)
 
     def _set_flags(self, target: Sequence[bool]) -> None:

@@ -358,8 +358,7 @@ def stores(guard: Tensor, kept: Kept, x: Tensor, spec: str) -> None:
         return
     controller.units[index].observation.add(kept)
     controller.projection_ran(index)
-    if controller.probe.is_open:
-        controller.probe.take(index, x, spec or str(controller.recipe.low), controller.seed)
+    _measure(controller, index, x, spec)
 
 
 def observe_backends(guard: Tensor, backends: tuple[tuple[str, str], ...]) -> None:
@@ -378,7 +377,12 @@ def measure(guard: Tensor, x: Tensor, spec: str = "") -> None:
         spec: the format of the low-cost path for it; ``""`` for that of saved activations.
     """
     controller, index = _observer_of(guard)
-    if controller is not None and controller.probe.is_open:
+    if controller is not None:
+        _measure(controller, index, x, spec)
+
+
+def _measure(controller: Any, index: int, x: Tensor, spec: str) -> None:
+    if controller.probe.is_open:
         controller.probe.take(index, x, spec or str(controller.recipe.low), controller.seed)
 
 
