@@ -116,6 +116,8 @@ def devices() -> list[str]:
 
 
 def _version(package: str) -> str:
+    if package == "torch":
+        return torch.__version__  # with the build, such as +cu130, which the package's metadata may leave out
     try:
         return version(package)
     except PackageNotFoundError:

@@ -25,8 +25,8 @@ ATTRIBUTES = ("T", "mT")
 
 _listed: set[Any] = set()
 """What Dynamo's list has from here."""
-_read: set[str] = set()
-"""What Dynamo's class of tensors has from here."""
+_replaced: dict[str, Any] = {}
+"""Methods of Dynamo's class of tensors that are from here, each with what was there before; None where nothing was."""
 
 
 def _dynamos_list() -> set[Any]:
@@ -41,22 +41,24 @@ def _dynamos_tensor() -> Any:
     return TensorVariable
 
 
-def _reader(attribute: str) -> Callable[[Any, Any], Any]:
-    """What Dynamo calls, by the name ``method_attr_<attribute>``, where a tensor's attribute is read."""
+def _reader(attribute: str, before: Callable[[Any, Any], Any] | None) -> Callable[[Any, Any], Any]:
+    """What Dynamo calls, by the name ``method_attr_<attribute>``, where a tensor's attribute is read.
+
+    Args:
+        attribute: its name.
+        before: what it has called so far (from torch 2.14 on, it has methods of its own for these).
+    """
     getter = getattr(Tensor, attribute).__get__
 
     def read(tensor: Any, tx: Any) -> Any:
         from torch._dynamo.variables.base import VariableTracker
         from torch._dynamo.variables.torch_function import can_dispatch_torch_function, dispatch_torch_function
 
-        if not can_dispatch_torch_function(tx, (tensor,), {}):
-            return None  # no mode is active: Dynamo's own way
-        return dispatch_torch_function(tx, VariableTracker.build(tx, getter), (tensor,), {})
+        if can_dispatch_torch_function(tx, (tensor,), {}):
+            return dispatch_torch_function(tx, VariableTracker.build(tx, getter), (tensor,), {})
+        return None if before is None else before(tensor, tx)  # no mode is active: Dynamo's own way
 
     return read
-
-
-_READERS = {f"method_attr_{attribute}": _reader(attribute) for attribute in ATTRIBUTES}
 
 
 def show() -> None:
@@ -64,10 +66,12 @@ def show() -> None:
     hidden = GROUPED - _dynamos_list()
     _dynamos_list().update(hidden)
     _listed.update(hidden)
-    for name, reader in _READERS.items():
-        if not hasattr(_dynamos_tensor(), name):
-            setattr(_dynamos_tensor(), name, reader)
-            _read.add(name)
+    dynamos = _dynamos_tensor()
+    for attribute in ATTRIBUTES:
+        name = f"method_attr_{attribute}"
+        if name not in _replaced:
+            _replaced[name] = vars(dynamos).get(name)
+            setattr(dynamos, name, _reader(attribute, getattr(dynamos, name, None)))
 
 
 def hide() -> None:
@@ -75,5 +79,9 @@ def hide() -> None:
     if _listed:
         _dynamos_list().difference_update(_listed)
         _listed.clear()
-    while _read:
-        delattr(_dynamos_tensor(), _read.pop())
+    while _replaced:
+        name, before = _replaced.popitem()
+        if before is None:
+            delattr(_dynamos_tensor(), name)
+        else:
+            setattr(_dynamos_tensor(), name, before)

@@ -190,6 +190,7 @@ def operator_name(target: Any) -> str:
     name = target if isinstance(target, str) else getattr(target, "__name__", str(target))
     name = name.removesuffix(".default").rpartition(".")[2]
     aliases = {
+        "numpy_T": "T",  # how Dynamo traces a read of the attribute from torch 2.14 on
         "_grouped_mm": "grouped_mm",
         "grouped_mm_fallback": "grouped_mm",
         "__matmul__": "matmul",

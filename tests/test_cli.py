@@ -48,6 +48,7 @@ def gnmr(capsys: pytest.CaptureFixture[str]) -> Run:
     """Runs the command line; gives the exit code, stdout and stderr."""
 
     def run(*argv: object) -> tuple[int, str, str]:
+        capsys.readouterr()  # what the test's own imports have said
         try:
             code = main([str(part) for part in argv])
         except SystemExit as left:  # argparse
