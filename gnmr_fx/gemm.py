@@ -647,7 +647,7 @@ class GuardedGemms(torch.autograd.Function):
             )
         count, has_offs, has_seed = ctx.layout
         w, *saved = ctx.saved_tensors
-        kept, rest = saved[:count], saved[count:]
+        kept, rest = saved[:count], list(saved[count:])  # a tuple, where Dynamo of torch 2.11 traces this
         offs = rest.pop(0) if has_offs else None
         active = rest.pop(0) if compiling else ctx.active
         seed = rest.pop(0) if compiling and has_seed else ctx.seed

@@ -431,6 +431,8 @@ def test_frozen_and_unfrozen_in_the_middle():
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_unfrozen_weights_are_heard_from_their_first_step(compiled):
+    if compiled and torch.__version__ < "2.12":
+        pytest.skip("a compiled model of torch 2.11 does not notice that its weights were unfrozen")
     model = gnmr_fx.instrument(chain().requires_grad_(False), EXACT)
     call = torch.compile(model, backend="aot_eager") if compiled else model
     call(inputs(0))

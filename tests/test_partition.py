@@ -410,6 +410,7 @@ def test_dynamic_sequence_length(automatic: bool) -> None:
 # Together with others ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.skipif(torch.__version__ < "2.12", reason="compiled checkpoints of torch 2.11 keep what Functions make")
 def test_what_checkpointing_drops_is_not_kept() -> None:
     class Blocks(nn.Module):
         def __init__(self) -> None:
