@@ -78,14 +78,13 @@ class WeightHooks:
 
     def __init__(self, num_units: int) -> None:
         self._of_unit: list[collections.deque[HookedWeight]] = [collections.deque() for _ in range(num_units)]
-        self._latest: list[weakref.ref[Tensor] | None] = [None] * num_units
         self._by_id: dict[int, list[HookedWeight]] = {}
         self.version = 0
 
     def latest(self, index: int) -> Tensor | None:
         """The weight that was hooked last for unit ``index``; None if there is none, or no longer."""
-        latest = self._latest[index]
-        return None if latest is None else latest()
+        of_unit = self._of_unit[index]
+        return of_unit[-1].weight() if of_unit else None
 
     def covers(self, index: int, weight: Tensor) -> bool:
         """Whether ``weight`` carries the hook of unit ``index``."""
@@ -97,7 +96,6 @@ class WeightHooks:
         handle = weight.register_post_accumulate_grad_hook(GradientHook(controller, index))
         hooked = HookedWeight(TensorWeakRef(weight), id(weight), index, handle)
         self._of_unit[index].append(hooked)
-        self._latest[index] = weakref.ref(weight)
         self._by_id.setdefault(hooked.key, []).append(hooked)
         self.version += 1
         if len(self._of_unit[index]) > _HOOKS_PER_WEIGHT * weights:
@@ -117,7 +115,6 @@ class WeightHooks:
 
     def remove(self) -> None:
         """Take all hooks off."""
-        self._latest = [None] * len(self._latest)
         for of_unit in self._of_unit:
             while of_unit:
                 self._remove(of_unit.pop())

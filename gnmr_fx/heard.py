@@ -165,7 +165,7 @@ def measured(gradients: Iterable[tuple[int, Tensor]]) -> list[Measured]:
     """Norms of what this rank holds of the gradients of units, in one fused call for each device and dtype."""
     by_kind: dict[tuple[torch.device, torch.dtype], list[tuple[int, Tensor, int]]] = collections.defaultdict(list)
     for index, gradient in gradients:
-        part, shards = (gradient, 1) if type(gradient) is Tensor else distributed.local_part(gradient)
+        part, shards = distributed.local_part(gradient)
         by_kind[part.device, part.dtype].append((index, part, shards))
     return [
         _joined(Measured.of([i for i, _, _ in kind], gradient_norms([p for _, p, _ in kind]), [n for _, _, n in kind]))
